@@ -345,7 +345,7 @@ static int64_t validity(const struct dlk_lock *l, int64_t sent) {
 
 /* Rounded down to a grid, so that many locks come due together and share batches. */
 static int64_t next_renewal(const struct dlk_lock *l, int64_t sent) {
-  if (!l->renew || (l->client->be->caps & DLK_CAP_PROCESS_BOUND))
+  if (!l->renew)
     return DLK_FOREVER;
   int64_t ttl = effective_ttl(l), at = dlk_after(sent, ttl / RENEW_PART);
   int64_t grid = dlk_max(dlk_min(ttl / 30, 100), 1);
