@@ -116,8 +116,9 @@ struct dlk_backend {
   /* While on: call dlk_wake() when a new try makes sense; dlk_wake once when
    * the watch stands (something may have happened before). Loop thread. */
   void (*watch)(void *self, struct dlk_grant *g, bool on);
-  /* HELD grants of process-bound backends: call dlk_gone() when it vanishes. Any
-   * thread, mutex not held; NULL if there is nothing to watch. */
+  /* HELD grants of process-bound backends: call dlk_gone() when it vanishes. On
+   * from the loop thread, some time after the grant (look first whether it is
+   * still held and there); off from any thread. NULL if there is nothing to watch. */
   void (*guard)(void *self, struct dlk_grant *g, bool on);
   void (*forget)(void *self, struct dlk_grant *g);
   int (*hold_fd)(struct dlk_grant *g); /* NULL or: dup of the kernel lock's descriptor */

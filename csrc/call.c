@@ -139,6 +139,14 @@ static void lane_destroy(struct dlk_lane *lane) {
   free(lane);
 }
 
+/* They may have wanted to clean up before, when the lane was not the loop's yet. */
+static void poke_locks(const struct dlk_call *call) {
+  dlk_enter();
+  for (size_t i = 0; i < call->n; i++)
+    dlk_lock_poke(LOCK_OF(call->grants[i]));
+  dlk_leave();
+}
+
 /* First run: the loop takes the lane over. Second: nothing is left on it. */
 static void lane_step(struct dlk_task *t) {
   struct dlk_lane *lane = LANE_OF(t);
@@ -154,17 +162,15 @@ static void lane_step(struct dlk_task *t) {
   lane->adopted = true;
   struct dlk_call *call = lane->call;
   lane->call = NULL;
-  if (call)
+  if (call) {
+    poke_locks(call);
     late_on_loop(call);
-  else if (lane->calls == 0)
+  } else if (lane->calls == 0) {
     dlk_post(&lane->step);
+  }
 }
 
-void dlk_lane_abandon(struct dlk_lane *lane) {
-  dlk_post_locked(&lane->step);
-  for (size_t i = 0; lane->call && i < lane->call->n; i++)
-    dlk_lock_poke(LOCK_OF(lane->call->grants[i])); /* it may wait for this to clean up */
-}
+void dlk_lane_abandon(struct dlk_lane *lane) { dlk_post_locked(&lane->step); }
 
 /* A lane in use holds a reference to its client, a spare one does not. */
 struct dlk_lane *dlk_lane_take(struct dlk_client *c) {

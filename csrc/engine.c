@@ -195,7 +195,7 @@ void dlk_post_locked(struct dlk_task *t) {
     E.tail = &t->next;
   }
   ensure_thread();
-  if (E.asleep)
+  if (E.asleep && !dlk_on_loop()) /* the loop itself looks before it sleeps again */
     ring();
 }
 
@@ -209,7 +209,7 @@ bool dlk_due_set(struct dlk_timer *t, int64_t due) {
   if (!dlk_heap_set(&E.due, t, due))
     return false;
   ensure_thread();
-  if (E.asleep && due < E.until)
+  if (E.asleep && due < E.until && !dlk_on_loop())
     ring();
   return true;
 }

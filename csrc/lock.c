@@ -17,6 +17,9 @@ enum { RENEW_PART = 3, RENEW_TRY_PART = 6 };
 enum { RENEW_BATCH = 64 };
 /* Hand-overs inside the process before the key is offered to others. */
 enum { HAND_OVER_MAX = 8 };
+/* Locks that are held for longer than this are watched for removal (a process-
+ * bound backend's guard); for shorter ones the watch would cost more than the lock. */
+enum { GUARD_AFTER_MS = 50 };
 /* A try may always take this long, however short the wait. */
 enum { TRY_MIN_MS = 100 };
 
@@ -280,7 +283,7 @@ void dlk_gone(struct dlk_client *c, struct dlk_grant *g, enum dlock_reason why, 
 /* ---- timers ---- */
 
 static void hold_timer(struct dlk_lock *l) {
-  int64_t due = dlk_min(l->valid_until, l->hold_until);
+  int64_t due = dlk_min(dlk_min(l->valid_until, l->hold_until), l->guard_at);
   if (!l->renewing)
     due = dlk_min(due, l->renew_at);
   if (due == DLK_FOREVER)
@@ -307,6 +310,11 @@ static void fire(struct dlk_timer *t) {
       return;
     if (now >= l->renew_at && !l->renewing)
       ask_renewal(l);
+    if (now >= l->guard_at) {
+      l->guard_at = DLK_FOREVER;
+      l->guard_wanted = true;
+      dlk_lock_poke(l);
+    }
     hold_timer(l);
   } else if (l->state == DLK_WAITING || l->state == DLK_ACQUIRING) {
     if (now >= l->wait_until) {
@@ -352,20 +360,21 @@ static int64_t next_renewal(const struct dlk_lock *l, int64_t sent) {
   return at - at % grid;
 }
 
-/* With the mutex held; the state becomes HELD. False: too late, it is failed. */
-static bool granted(struct dlk_lock *l, int64_t sent, bool handed) {
+/* With the mutex held; the state becomes HELD, or FAILED when it is too late. */
+static void granted(struct dlk_lock *l, int64_t sent, bool handed) {
   l->unclean = true;
   l->expiry_ms = dlk_after(sent, l->g.ttl_ms);
   int64_t until = validity(l, sent), now = dlk_now_ms();
   if (until <= now) {
     acquire_end(l, DLK_FAILED, DLOCK_E_UNAVAILABLE, "the lock was granted, but its ttl was over before the answer came");
-    return false;
+    return;
   }
   if (!lock_to(l, DLK_HELD))
-    return false;
+    return;
   l->valid_until = until;
   l->hold_until = l->max_hold_ms ? dlk_after(sent, l->max_hold_ms) : DLK_FOREVER;
   l->renew_at = next_renewal(l, sent);
+  l->guard_at = l->client->be->guard ? dlk_after(now, GUARD_AFTER_MS) : DLK_FOREVER;
   l->unknown = false;
   l->again = false;
   queue_hold(l, handed);
@@ -382,7 +391,6 @@ static bool granted(struct dlk_lock *l, int64_t sent, bool handed) {
     dlk_op_finish(op, DLOCK_E_OK, "%s", "");
     dlk_op_put(op);
   }
-  return true;
 }
 
 static bool ours_in_process(const char *value) {
@@ -449,8 +457,7 @@ static void acquire_late(struct dlk_lock *l, const struct dlk_call *call) {
 
 static void acquire_done(struct dlk_call *call) {
   struct dlk_lock *l = LOCK_OF(call->grants[0]);
-  struct dlk_client *c = l->client;
-  bool timed_out = call->in_flight, guard = false;
+  bool timed_out = call->in_flight;
   dlk_enter();
   if (timed_out)
     note_unknown(l, call); /* stays l->call: the clean-up goes behind it */
@@ -466,7 +473,7 @@ static void acquire_done(struct dlk_call *call) {
   if (open && call->err)
     acquire_end(l, DLK_FAILED, call->err, call->msg);
   else if (open && call->out[0] == DLK_DONE)
-    guard = granted(l, call->sent_ms, false);
+    granted(l, call->sent_ms, false);
   else if (open && call->out[0] == DLK_BUSY)
     busy(l, call);
   else if (open)
@@ -474,8 +481,6 @@ static void acquire_done(struct dlk_call *call) {
   else if (over(l))
     dlk_lock_poke(l);
   dlk_leave();
-  if (guard && c->be->guard)
-    c->be->guard(c->self, &l->g, true);
   if (timed_out)
     return;
   dlk_enter();
@@ -533,13 +538,17 @@ static void begin_acquire(struct dlk_lock *l, struct dlk_op *op, bool blocking) 
   dlk_leave();
 }
 
-static void owner_value(char *out, size_t size, const char *label) {
+static void owner_value(char *out, const char *label) {
+  static const char digit[] = "0123456789abcdef";
   unsigned char r[DLK_OWNER_HEX / 2];
-  char hex[DLK_OWNER_HEX + 1];
   dlk_random(r, sizeof r);
-  for (size_t i = 0; i < sizeof r; i++)
-    snprintf(hex + 2 * i, 3, "%02x", r[i]);
-  snprintf(out, size, DLK_OWNER_PREFIX "%s:%s", hex, label);
+  out = stpcpy(out, DLK_OWNER_PREFIX);
+  for (size_t i = 0; i < sizeof r; i++) {
+    *out++ = digit[r[i] >> 4];
+    *out++ = digit[r[i] & 15];
+  }
+  *out++ = ':';
+  strcpy(out, label);
 }
 
 static void step(struct dlk_task *t);
@@ -559,7 +568,7 @@ static struct dlk_lock *lock_new(struct dlk_client *c, const struct dlock_acquir
     free(l);
     return NULL;
   }
-  owner_value(l->g.owner, owner_len + 1, label);
+  owner_value(l->g.owner, label);
   l->g.owner_len = owner_len;
   if (c->cfg.ns_len)
     memcpy(l->item.name, c->cfg.ns, c->cfg.ns_len);
@@ -672,44 +681,38 @@ static struct dlk_lock *heir_of(const struct dlk_call *call) {
   return call->heir ? LOCK_OF(call->heir) : NULL;
 }
 
-/* The heir's side of a hand-over that ended. True: it holds now. */
-static bool hand_over_end(struct dlk_lock *heir, struct dlk_call *call) {
+/* The heir's side of a hand-over that ended. */
+static void hand_over_end(struct dlk_lock *heir, struct dlk_call *call) {
   if (call->late && !call->in_flight) {
     acquire_late(heir, call);
     if (over(heir))
       dlk_lock_poke(heir);
-    return false;
+    return;
   }
   /* Free to try for itself: its own value found there counts as granted. */
   heir->call = NULL;
   if (call->err) {
     note_unknown(heir, call);
-    return false;
+  } else if (call->out[0] == DLK_DONE && heir->state == DLK_WAITING) {
+    granted(heir, call->sent_ms, true);
+  } else if (call->out[0] == DLK_DONE) {
+    heir->unclean = true; /* it gave up meanwhile: it owns the key and must release it */
+    dlk_lock_poke(heir);
   }
-  if (call->out[0] != DLK_DONE)
-    return false;
-  if (heir->state == DLK_WAITING)
-    return granted(heir, call->sent_ms, true);
-  heir->unclean = true; /* it gave up meanwhile: it owns the key and must release it */
-  dlk_lock_poke(heir);
-  return false;
 }
 
 static void release_done(struct dlk_call *call) {
   struct dlk_op *op = call->ctx;
   struct dlk_lock *l = LOCK_OF(call->grants[0]), *heir = heir_of(call);
-  struct dlk_client *c = l->client;
-  bool timed_out = call->in_flight, held = false;
+  bool timed_out = call->in_flight;
   dlk_enter();
   if (heir)
-    held = hand_over_end(heir, call);
+    hand_over_end(heir, call);
   if (l->state == DLK_RELEASING)
     release_open(l, op, call);
   else if (call->late && !timed_out && over(l) && !call->err)
     l->unknown = false;
   dlk_leave();
-  if (held && c->be->guard)
-    c->be->guard(c->self, &heir->g, true);
   if (timed_out)
     return;
   dlk_enter();
@@ -795,7 +798,7 @@ dlock_op *dlock_release(dlock_lock *l, const struct dlock_how *h) {
   dlk_leave();
   if (e)
     return op;
-  if (c->be->guard)
+  if (l->guarded)
     c->be->guard(c->self, &l->g, false);
   dlk_enter();
   run_release(l, op);
@@ -1064,11 +1067,11 @@ static void clean_done(struct dlk_call *call) {
   struct dlk_lock *l = LOCK_OF(call->grants[0]);
   bool timed_out = call->in_flight;
   dlk_enter();
-  if (!call->late || timed_out) {
+  if (!call->late || timed_out)
     l->cleaning = false;
-    if (l->live)
-      clean_result(l, call);
-  }
+  /* A late answer from behind the acquire is definite, whatever was repeated since. */
+  if (l->live && (!call->late || timed_out || (call->behind && !call->err)))
+    clean_result(l, call);
   if (!timed_out)
     dlk_call_free(call);
   dlk_leave();
@@ -1095,9 +1098,9 @@ static void clean(struct dlk_lock *l) {
   if (late && !late->late)
     dlk_call_give_up(late);
   /* Behind the unanswered request, on its connection: there the order is certain.
-   * It ends with that connection, so it needs no time limit of its own. */
+   * When that one stays silent it may lead nowhere, so it is repeated over others. */
   call->behind = first && late->in_flight ? late->via : NULL;
-  dlk_call_start(call, call->behind ? late->lane : NULL, call->behind ? DLK_FOREVER : l->timeout_ms);
+  dlk_call_start(call, call->behind ? late->lane : NULL, l->timeout_ms);
   dlk_enter();
 }
 
@@ -1115,6 +1118,14 @@ static void step(struct dlk_task *t) {
   bool wants = (l->state == DLK_WAITING || l->state == DLK_ACQUIRING) && is_contender(l);
   if (l->generation == dlk_generation() && wants != l->watching && (l->state != DLK_ACQUIRING || !wants))
     set_watch(l, wants);
+  if (l->state == DLK_HELD && l->guard_wanted) {
+    struct dlk_client *c = l->client;
+    l->guard_wanted = false;
+    l->guarded = true;
+    dlk_leave();
+    c->be->guard(c->self, &l->g, true);
+    dlk_enter();
+  }
   if (l->state == DLK_WAITING && is_contender(l) && l->again && !l->call) {
     struct dlk_call *call = new_try(l);
     int64_t limit = try_limit(l);

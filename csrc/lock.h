@@ -118,7 +118,8 @@ struct dlk_lock {
   char holder[DLOCK_LABEL_MAX + 64];
   int64_t holder_ttl_ms;
 
-  int64_t valid_until, renew_at, hold_until;
+  int64_t valid_until, renew_at, hold_until, guard_at;
+  bool guard_wanted, guarded;
   int64_t floor_ttl_ms;  /* an unanswered renewal may still set the expiry to this */
   int64_t flying_ttl_ms; /* a renewal that is out may; both DLK_FOREVER if none */
   int64_t expiry_ms;    /* by then the server has forgotten it, if it keeps its clock */

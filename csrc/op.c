@@ -91,10 +91,12 @@ void dlk_op_put(struct dlk_op *op) {
 void dlk_op_finish(struct dlk_op *op, enum dlock_err e, const char *fmt, ...) {
   if (op->done)
     return;
-  va_list ap;
-  va_start(ap, fmt);
-  vsnprintf(op->msg, sizeof op->msg, fmt, ap);
-  va_end(ap);
+  if (e) { /* success has no message */
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(op->msg, sizeof op->msg, fmt, ap);
+    va_end(ap);
+  }
   op->err = e;
   op->done = true;
   pthread_cond_broadcast(&op->cond);
