@@ -69,7 +69,8 @@ struct dlk_call {
   size_t key_len;
 
   /* Filled by the backend. */
-  int64_t sent_ms;       /* taken before the first byte went out; 0: nothing was sent */
+  int64_t sent_ms;       /* taken before the first byte went out; 0: nothing was sent,
+                          * or the call failed and certainly changed nothing */
   void *via;             /* the connection it went over, for give_up and `behind` */
   enum dlock_err err;    /* not OK: the call failed as a whole, `out` says nothing */
   char msg[DLOCK_MSG_MAX];

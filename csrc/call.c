@@ -25,6 +25,7 @@ struct dlk_call *dlk_call_new(struct dlk_client *c, enum dlk_verb verb, size_t n
   call->verb = verb;
   call->client = c;
   dlk_client_ref(c);
+  c->busy++;
   call->ttl_ms = (int64_t *)(call + 1);
   call->grants = (struct dlk_grant **)(call->ttl_ms + room);
   call->out = (enum dlk_outcome *)(call->grants + room);
@@ -45,6 +46,8 @@ void dlk_call_free(struct dlk_call *call) {
   if (call->heir)
     dlk_lock_put(LOCK_OF(call->heir));
   dlk_info_free(call->info);
+  call->client->busy--;
+  dlk_client_tidy(call->client);
   dlk_client_unref(call->client);
   free(call);
 }
@@ -154,6 +157,8 @@ static void lane_step(struct dlk_task *t) {
     struct dlk_client *c = lane->client;
     lane_destroy(lane);
     dlk_enter();
+    c->busy--;
+    dlk_client_tidy(c);
     dlk_client_unref(c);
     dlk_leave();
     return;
@@ -186,6 +191,7 @@ struct dlk_lane *dlk_lane_take(struct dlk_client *c) {
     lane->step.run = lane_step;
   }
   dlk_client_ref(c);
+  c->busy++;
   return lane;
 }
 
@@ -199,6 +205,8 @@ void dlk_lane_put(struct dlk_lane *lane) {
   /* The last one stays: a script that locks now and then keeps its connection. */
   if (lane->next && !c->idle.at)
     dlk_due_set(&c->idle, dlk_now_ms() + LANE_IDLE_MS);
+  c->busy--;
+  dlk_client_tidy(c);
   dlk_client_unref(c);
 }
 

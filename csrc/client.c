@@ -133,6 +133,24 @@ static void shut(struct dlk_task *t) {
   client_free(c);
 }
 
+static void quit(struct dlk_task *t) {
+  struct dlk_client *c = CLIENT_OF(t, quit);
+  dlk_lanes_close(c);
+  if (c->self)
+    c->be->close(c->self);
+  c->self = NULL;
+  dlk_enter();
+  dlk_client_unref(c);
+  dlk_leave();
+}
+
+void dlk_client_tidy(struct dlk_client *c) {
+  if (!c->closed || c->locks || c->busy || c->quit.queued || !c->self || c->generation != dlk_generation())
+    return;
+  dlk_client_ref(c);
+  dlk_post_locked(&c->quit);
+}
+
 void dlk_client_unref(struct dlk_client *c) {
   if (--c->refs > 0)
     return;
@@ -216,6 +234,7 @@ enum dlock_err dlock_client_open(const struct dlock_config *cfg, dlock_client **
   c->generation = dlk_generation();
   c->refs = 1;
   c->flush.run = dlk_lock_flush;
+  c->quit.run = quit;
   c->shut.run = shut;
   c->tidy.run = dlk_lanes_tidy;
   c->idle.fire = dlk_lanes_idle;
@@ -239,7 +258,7 @@ enum dlock_err dlock_client_open(const struct dlock_config *cfg, dlock_client **
 /* The first use in a forked child: a backend of its own; the parent's sockets
  * and sessions were closed on this side only, its memory is left alone. */
 enum dlock_err dlk_client_ready(struct dlk_client *c, char *msg) {
-  if (c->generation == dlk_generation())
+  if (c->generation == dlk_generation() || c->closed)
     return DLOCK_E_OK;
   bool bad_url;
   char label[192];
@@ -262,8 +281,8 @@ bool dlock_client_process_bound(const dlock_client *c) {
   return c->be->caps & DLK_CAP_PROCESS_BOUND;
 }
 
-dlock_op *dlock_client_close(dlock_client *c) {
-  struct dlk_op *op = dlk_op_new(c, DLK_OP_CLOSE, true, NULL);
+dlock_op *dlock_client_close(dlock_client *c, dlock_bell *bell) {
+  struct dlk_op *op = dlk_op_new(c, DLK_OP_CLOSE, !bell, bell);
   if (!op)
     return NULL;
   dlk_enter();
@@ -276,6 +295,7 @@ dlock_op *dlock_client_close(dlock_client *c) {
   } else {
     dlk_op_finish(op, DLOCK_E_OK, "%s", "");
   }
+  dlk_client_tidy(c);
   dlk_leave();
   return op;
 }

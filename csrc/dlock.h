@@ -46,7 +46,8 @@ struct dlock_config {
 enum dlock_err dlock_client_open(const struct dlock_config *cfg, dlock_client **out,
                                  bool *bad_url, char msg[DLOCK_MSG_MAX]);
 void dlock_client_unref(dlock_client *c);
-dlock_op *dlock_client_close(dlock_client *c); /* releases all its locks */
+/* Releases all its locks, then lets go of its connections. */
+dlock_op *dlock_client_close(dlock_client *c, dlock_bell *bell);
 bool dlock_client_process_bound(const dlock_client *c); /* locks end with the process, not by a ttl */
 
 struct dlock_acquire {

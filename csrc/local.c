@@ -1173,6 +1173,7 @@ static void lc_start(void *self, struct dlk_call *c) {
     return;
   }
   c->err = verbs[c->verb](self, c);
+  if (c->err) c->sent_ms = 0; /* a refusal by the kernel is definite */
   dlk_call_done(c);
 }
 

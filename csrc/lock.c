@@ -135,6 +135,7 @@ static void retire(struct dlk_lock *l) {
   }
   if (!c->locks)
     dlk_exit_signal();
+  dlk_client_tidy(c);
   dlk_lock_put(l);
 }
 
@@ -447,7 +448,7 @@ static void note_unknown(struct dlk_lock *l, const struct dlk_call *call) {
 
 /* The end of a call that nobody waited for any more. */
 static void acquire_late(struct dlk_lock *l, const struct dlk_call *call) {
-  if (call->err == DLOCK_E_INDETERMINATE)
+  if (call->err && call->sent_ms)
     note_unknown(l, call);
   else if (l->call == call)
     l->unknown = false; /* answered: what it did is known, or a release undoes it */
@@ -465,8 +466,8 @@ static void acquire_done(struct dlk_call *call) {
     acquire_late(l, call);
   else
     l->call = NULL;
-  if (!call->late && call->err == DLOCK_E_INDETERMINATE)
-    note_unknown(l, call);
+  if (!call->late && call->err)
+    note_unknown(l, call); /* nonsense for an answer leaves it open too */
   if (!call->late && !call->err && call->out[0] == DLK_DONE)
     l->unclean = true;
   bool open = (!call->late || timed_out) && (l->state == DLK_ACQUIRING || l->state == DLK_WAITING);
@@ -983,16 +984,15 @@ static void change_ttl(struct dlk_lock *l, int64_t ttl_ms) {
 dlock_op *dlock_extend(dlock_lock *l, int64_t ttl_ms, const struct dlock_how *h) {
   char msg[DLOCK_MSG_MAX];
   struct dlk_op *op = lock_op(l, DLK_OP_EXTEND, h);
-  struct dlk_call *call = op ? dlk_call_new(l->client, DLK_RENEW, 1) : NULL;
-  if (!call) {
-    dlock_op_unref(op);
+  if (!op)
     return NULL;
-  }
   dlk_enter();
   enum dlock_err e = refuse(l, msg);
+  struct dlk_call *call = e ? NULL : dlk_call_new(l->client, DLK_RENEW, 1);
+  if (!e && !call)
+    e = dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
   if (e) {
     dlk_op_finish(op, e, "%s", msg);
-    dlk_call_free(call);
     dlk_leave();
     return op;
   }
@@ -1054,13 +1054,14 @@ static void clean_result(struct dlk_lock *l, const struct dlk_call *call) {
     return;
   }
   bool bound = l->client->be->caps & DLK_CAP_PROCESS_BOUND;
-  if (!bound && dlk_now_ms() >= dlk_after(l->expiry_ms, 1000)) {
+  int64_t now = dlk_now_ms(), end = bound ? DLK_FOREVER : dlk_after(l->expiry_ms, 1000);
+  if (now >= end) {
     if (l->state == DLK_RELEASING)
       lose(l, DLOCK_R_NONE, "the outcome of the release is not known");
     cleaned(l, ""); /* by its own expiry */
     return;
   }
-  dlk_due_set(&l->timer, dlk_after(dlk_now_ms(), clean_pause(l->cleans++)));
+  dlk_due_set(&l->timer, dlk_min(end, dlk_after(now, clean_pause(l->cleans++))));
 }
 
 static void clean_done(struct dlk_call *call) {
@@ -1236,6 +1237,7 @@ void dlk_lock_after_fork(void) {
     dlk_waitq_destroy(&c->waitq);
     c->locks = c->due = NULL;
     c->lanes = NULL;
+    c->busy = 0;
     c->n_due = 0;
     c->closing = NULL;
     c->stats.held = c->stats.waiting = 0;

@@ -159,7 +159,8 @@ struct dlk_client {
   struct dlk_lock *due; /* renewals to send */
   size_t n_due;
   struct dlk_task flush;
-  struct dlk_task shut;
+  size_t busy; /* calls, and lanes in use */
+  struct dlk_task quit, shut;
   struct dlk_op *closing;
   struct dlk_event_node *ev_first, **ev_last;
   size_t ev_n;
@@ -170,6 +171,8 @@ struct dlk_client {
 /* client.c */
 void dlk_client_ref(struct dlk_client *c);
 void dlk_client_unref(struct dlk_client *c);
+/* Lets go of the connections once the client is closed and nothing is left to do. */
+void dlk_client_tidy(struct dlk_client *c);
 extern struct dlk_client *dlk_clients;
 enum dlock_err dlk_client_ready(struct dlk_client *c, char *msg); /* after a fork: start over; mutex not held */
 void dlk_event(struct dlk_client *c, enum dlock_event_type type, struct dlk_lock *l,
@@ -178,7 +181,7 @@ void dlk_latency(struct dlock_latency *h, int64_t us);
 int64_t dlk_now_us(void);
 
 /* call.c */
-struct dlk_call *dlk_call_new(struct dlk_client *c, enum dlk_verb verb, size_t n);
+struct dlk_call *dlk_call_new(struct dlk_client *c, enum dlk_verb verb, size_t n); /* mutex held */
 void dlk_call_free(struct dlk_call *call);
 /* Adds a lock; the call keeps a reference to it until it is freed. Mutex held. */
 void dlk_call_add(struct dlk_call *call, struct dlk_lock *l);

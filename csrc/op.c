@@ -113,12 +113,13 @@ static void start_on_loop(struct dlk_task *t) {
   op->call = NULL;
   bool dead = op->done; /* canceled before it got here */
   dlk_leave();
-  if (!call)
-    return;
-  if (dead)
+  if (call && dead)
     dlk_call_fail(call, DLOCK_E_CANCELED, "canceled before it was sent");
-  else
+  else if (call)
     dlk_call_start(call, NULL, op->timeout_ms);
+  dlk_enter();
+  dlk_op_put(op);
+  dlk_leave();
 }
 
 /* Gives a finished call's lane back, or hands a late call's lane to the loop.
@@ -149,6 +150,7 @@ void dlk_op_launch(struct dlk_op *op, struct dlk_call *call) {
   op->call = call;
   if (!lane) {
     op->task.run = start_on_loop;
+    op->refs++;
     dlk_post_locked(&op->task);
     dlk_leave();
     return;
