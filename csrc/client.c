@@ -24,12 +24,11 @@ const char *dlk_owner_label(const char *value, size_t len, size_t *label_len) {
   return value + at + 1;
 }
 
+/* A pool for each thread: a mutex would be one more that a fork could leave locked. */
 void dlk_random(void *buf, size_t n) {
-  static pthread_mutex_t m = PTHREAD_MUTEX_INITIALIZER;
-  static unsigned char pool[4096];
-  static size_t left;
-  static unsigned generation;
-  pthread_mutex_lock(&m);
+  static _Thread_local unsigned char pool[512];
+  static _Thread_local size_t left;
+  static _Thread_local unsigned generation;
   if (left < n || generation != dlk_generation()) {
     size_t got = 0;
     while (got < sizeof pool) {
@@ -43,7 +42,6 @@ void dlk_random(void *buf, size_t n) {
   left -= n;
   memcpy(buf, pool + left, n);
   memset(pool + left, 0, n);
-  pthread_mutex_unlock(&m);
 }
 
 /* ---- info ---- */
@@ -87,6 +85,12 @@ void dlk_info_free(struct dlk_info *i) {
 /* ---- life ---- */
 
 void dlk_client_ref(struct dlk_client *c) { c->refs++; }
+
+void dlk_client_post(struct dlk_client *c, struct dlk_task *t) {
+  if (!t->queued)
+    dlk_client_ref(c);
+  dlk_post_locked(t);
+}
 
 static char *copy(const char *s, size_t n) {
   char *p = s ? malloc(n + 1) : NULL;
@@ -147,8 +151,7 @@ static void quit(struct dlk_task *t) {
 void dlk_client_tidy(struct dlk_client *c) {
   if (!c->closed || c->locks || c->busy || c->quit.queued || !c->self || c->generation != dlk_generation())
     return;
-  dlk_client_ref(c);
-  dlk_post_locked(&c->quit);
+  dlk_client_post(c, &c->quit);
 }
 
 void dlk_client_unref(struct dlk_client *c) {
@@ -158,6 +161,7 @@ void dlk_client_unref(struct dlk_client *c) {
   if (c->next)
     c->next->link = c->link;
   dlk_due_stop(&c->idle);
+  dlk_due_unreserve();
   if (c->generation == dlk_generation())
     dlk_post_locked(&c->shut);
   else
@@ -201,6 +205,13 @@ static const struct dlk_backend *find_backend(const char *scheme) {
   return NULL;
 }
 
+static void list_schemes(char *out, size_t size) {
+  size_t n = 0;
+  for (const struct dlk_backend *const *b = dlk_backends; *b; b++)
+    for (const char *const *s = (*b)->schemes; *s && n < size; s++)
+      n += (size_t)snprintf(out + n, size - n, "%s%s", n ? ", " : "", *s);
+}
+
 static enum dlock_err open_backend(struct dlk_client *c, bool *bad_url, char *msg) {
   struct dlk_url url;
   enum dlock_err e = dlk_url_parse(c->cfg.url, &url, msg);
@@ -214,7 +225,11 @@ static enum dlock_err open_backend(struct dlk_client *c, bool *bad_url, char *ms
   } else {
     const char *hint = dlk_scheme_missing(url.scheme);
     *bad_url = !hint;
-    e = dlk_fail(msg, DLOCK_E_UNSUPPORTED, "%s: %s", url.scheme, hint ? hint : "no backend has this scheme");
+    char known[128] = "";
+    if (!hint)
+      list_schemes(known, sizeof known);
+    e = dlk_fail(msg, DLOCK_E_UNSUPPORTED, "%s: %s%s", url.scheme,
+                 hint ? hint : "no backend has this scheme; there are ", known);
   }
   dlk_url_free(&url);
   return e;
@@ -238,13 +253,19 @@ enum dlock_err dlock_client_open(const struct dlock_config *cfg, dlock_client **
   c->shut.run = shut;
   c->tidy.run = dlk_lanes_tidy;
   c->idle.fire = dlk_lanes_idle;
-  enum dlock_err e = copy_config(c, cfg) ? open_backend(c, bad_url, msg)
-                                         : dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
+  dlk_enter();
+  bool room = dlk_due_reserve();
+  dlk_leave();
+  enum dlock_err e = room && copy_config(c, cfg) ? open_backend(c, bad_url, msg)
+                                                 : dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
+  dlk_enter();
   if (e) {
+    if (room)
+      dlk_due_unreserve();
+    dlk_leave();
     client_free(c);
     return e;
   }
-  dlk_enter();
   c->next = dlk_clients;
   c->link = &dlk_clients;
   if (c->next)

@@ -64,9 +64,9 @@ static enum dlock_err ur_unescape(struct span s, const char *what, char **out, c
     int lo = whole ? ur_hex(s.p[i + 2]) : -1;
     if (hi < 0 || lo < 0)
       return dlk_fail(msg, DLOCK_E_PROTOCOL,
-                      "URL: a %% in the %s must be followed by two hex digits", what);
+                      "a %% in the %s must be followed by two hex digits", what);
     if (hi == 0 && lo == 0)
-      return dlk_fail(msg, DLOCK_E_PROTOCOL, "URL: %%00 is not allowed in the %s", what);
+      return dlk_fail(msg, DLOCK_E_PROTOCOL, "%%00 is not allowed in the %s", what);
     *to++ = (char)(hi * 16 + lo);
     i += 2;
   }
@@ -81,7 +81,7 @@ static enum dlock_err ur_scheme(struct span *rest, struct dlk_url *u, char *msg)
     ok = ur_is_alpha(s.p[i]) || ur_is_digit(s.p[i]) || strchr("+-.", s.p[i]);
   if (!ok)
     return dlk_fail(msg, DLOCK_E_PROTOCOL,
-                    "URL: must begin with a scheme, as in local: or redis://host:6379");
+                    "must begin with a scheme, as in local: or redis://host:6379");
   *rest = ur_after(*rest, colon);
   enum dlock_err e = ur_copy(s, &u->scheme, msg);
   for (char *c = u->scheme; !e && *c; c++)
@@ -113,7 +113,8 @@ static enum dlock_err ur_port(struct span s, size_t nth, int *port, char *msg) {
   }
   if (!ok || v < 1 || v > 65535)
     return dlk_fail(msg, DLOCK_E_PROTOCOL,
-                    "URL: the port of host %zu must be a number in 1 .. 65535", nth);
+                    "the port of host %zu must be a number in 1 .. 65535 "
+                    "(in a password write / as %%2F, ? as %%3F)", nth);
   *port = v;
   return DLOCK_E_OK;
 }
@@ -142,7 +143,7 @@ static enum dlock_err ur_host(struct span s, size_t nth, struct dlk_host *h, cha
   }
   if (!ok)
     return dlk_fail(msg, DLOCK_E_PROTOCOL,
-                    "URL: host %zu is empty or has a character that host names cannot have "
+                    "host %zu is empty or has a character that host names cannot have "
                     "(in a user or password write it as %%XX)", nth);
   enum dlock_err e = ur_copy(name, &h->name, msg);
   if (!e && tail.n) e = ur_port(ur_after(tail, tail.p), nth, &h->port, msg);
@@ -152,7 +153,7 @@ static enum dlock_err ur_host(struct span s, size_t nth, struct dlk_host *h, cha
 static enum dlock_err ur_hosts(struct span list, struct dlk_url *u, char *msg) {
   while (list.n || u->n_hosts) {
     if (u->n_hosts == DLK_URL_HOSTS)
-      return dlk_fail(msg, DLOCK_E_PROTOCOL, "URL: more than %d hosts", DLK_URL_HOSTS);
+      return dlk_fail(msg, DLOCK_E_PROTOCOL, "more than %d hosts", DLK_URL_HOSTS);
     const char *comma = ur_find(list, ",");
     struct span one = ur_before(list, comma);
     size_t nth = ++u->n_hosts;
@@ -178,7 +179,7 @@ static enum dlock_err ur_path_and_query(struct span rest, struct dlk_url *u, cha
   struct span path = ur_before(rest, mark);
   if (path.n && path.p[0] != '/')
     return dlk_fail(msg, DLOCK_E_PROTOCOL,
-                    "URL: after the scheme comes //, a path that begins with /, or nothing");
+                    "after the scheme comes //, a path that begins with /, or nothing");
   enum dlock_err e = ur_unescape(path, "path", &u->path, msg);
   if (!e && path.n < rest.n) e = ur_copy(ur_after(rest, mark), &u->query, msg);
   return e;
@@ -187,7 +188,7 @@ static enum dlock_err ur_path_and_query(struct span rest, struct dlk_url *u, cha
 static enum dlock_err ur_parts(struct span s, struct dlk_url *u, char *msg) {
   for (size_t i = 0; i < s.n; i++)
     if ((unsigned char)s.p[i] < 0x20 || s.p[i] == 0x7f)
-      return dlk_fail(msg, DLOCK_E_PROTOCOL, "URL: has a control character at byte %zu", i + 1);
+      return dlk_fail(msg, DLOCK_E_PROTOCOL, "has a control character at byte %zu", i + 1);
   enum dlock_err e = ur_scheme(&s, u, msg);
   if (!e) e = ur_authority(&s, u, msg);
   if (!e) e = ur_path_and_query(s, u, msg);

@@ -11,6 +11,10 @@
 --   return ship(42, lock.token_string)
 -- end)
 
+if not (_VERSION == "Lua 5.4" or rawget(_G, "jit")) then
+  error("dlock needs Lua 5.4 or LuaJIT, this is " .. _VERSION)
+end
+
 local client = require "dlock.client"
 local core = require "dlock.core"
 local options = require "dlock.options"
@@ -82,6 +86,7 @@ local M = {
 -- @raise `url: ...` for one that is wrong, `opts.NAME must be ..., got ...`, `opts has no option
 --   "NAME": ...`
 function M.connect(url, opts)
+  if url == M then error("call it as dlock.connect(url, opts), with a dot", 2) end
   options.argument("url", url, 2)
   local o = options.resolve("connect", opts, nil, 2)
   local runtime = o.runtime

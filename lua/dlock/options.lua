@@ -108,6 +108,7 @@ end
 local function got(v, secret)
   local t = type(v)
   if t == "nil" then return "nothing" end
+  if v == "" then return "an empty string" end
   if secret then return t end
   if t == "number" then return number_text(v) end
   if t == "boolean" then return tostring(v) end
@@ -225,7 +226,7 @@ function M.resolve(where, opts, base, level, path)
   level, path = (level or 1) + 1, path or "opts"
   if opts == nil and base then return base end
   if opts ~= nil and type(opts) ~= "table" then
-    error(path .. " must be a table, got " .. got(opts), level)
+    error(path .. " must be a table, got " .. type(opts), level)
   end
   opts = opts or {}
   for name in next, opts do

@@ -88,7 +88,8 @@ describe("on " .. name, function()
   end)
 
   local function spawn(ending, n, ttl)
-    local child = helpers.spawn_lua(WORKER, fixture.url, dir, ending, tostring(n), tostring(ttl or 10))
+    local child = helpers.spawn_lua(WORKER, fixture.url, dir, ending, tostring(n),
+      tostring(ttl or 10))
     children[#children + 1] = child
     return child
   end
@@ -98,7 +99,7 @@ describe("on " .. name, function()
   for _, ending in ipairs { "released", "error", "collected" } do
     it("loses no update when holds end " .. ending, function()
       local each = helpers.scaled(2000 / PROCESSES, 10)
-      for i = 1, PROCESSES do spawn(ending, each) end
+      for _ = 1, PROCESSES do spawn(ending, each) end
       for _, child in ipairs(children) do
         local status, out = child:finish(300)
         assert.equal(0, status, out)

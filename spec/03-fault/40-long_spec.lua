@@ -13,7 +13,9 @@ describe("many held locks", function()
     local hold = 2 * ttl
     local lost = 0
     local client = assert(dlock.connect(server.url, { ttl = ttl, timeout = helpers.bound(2),
-      on_event = function(e) if e.type == "lost" or e.type == "renew_failed" then lost = lost + 1 end end }))
+      on_event = function(e)
+        if e.type == "lost" or e.type == "renew_failed" then lost = lost + 1 end
+      end }))
     local locks = {}
     for i = 1, n do locks[i] = assert(client:acquire("lock " .. i)) end
     local before = client:stats()
