@@ -77,6 +77,7 @@ struct dlk_call {
   int64_t retry_ms;      /* BUSY: look again after that long at the latest */
   int64_t holder_ttl_ms; /* BUSY: -1 unknown */
   char holder[DLOCK_LABEL_MAX + 48]; /* BUSY: the holder's value, cut; "" unknown */
+  bool woke;             /* RELEASE: another client was told that it is free */
   struct dlk_info *info;
 
   /* Used by the core. */

@@ -228,9 +228,15 @@ void dlk_lanes_tidy(struct dlk_task *t) {
     lane_destroy(old);
     old = next;
   }
+  dlk_enter();
+  dlk_client_unref(c);
+  dlk_leave();
 }
 
-void dlk_lanes_idle(struct dlk_timer *t) { dlk_post_locked(&CLIENT_OF(t, idle)->tidy); }
+void dlk_lanes_idle(struct dlk_timer *t) {
+  struct dlk_client *c = CLIENT_OF(t, idle);
+  dlk_client_post(c, &c->tidy);
+}
 
 void dlk_lanes_close(struct dlk_client *c) {
   while (c->lanes) {

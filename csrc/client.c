@@ -139,10 +139,13 @@ static void shut(struct dlk_task *t) {
 
 static void quit(struct dlk_task *t) {
   struct dlk_client *c = CLIENT_OF(t, quit);
-  dlk_lanes_close(c);
-  if (c->self)
-    c->be->close(c->self);
+  dlk_enter();
+  void *self = c->self;
   c->self = NULL;
+  dlk_leave();
+  dlk_lanes_close(c);
+  if (self)
+    c->be->close(self);
   dlk_enter();
   dlk_client_unref(c);
   dlk_leave();

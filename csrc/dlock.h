@@ -168,7 +168,7 @@ void dlock_client_stats(dlock_client *c, struct dlock_stats *out);
 
 /* A doorbell: a descriptor that is readable after an operation ended. */
 dlock_bell *dlock_bell_new(void);
-int dlock_bell_fd(const dlock_bell *b);
+int dlock_bell_fd(dlock_bell *b); /* another one in a forked child */
 void dlock_bell_drain(dlock_bell *b);
 void dlock_bell_unref(dlock_bell *b);
 

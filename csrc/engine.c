@@ -24,6 +24,7 @@ static struct {
   unsigned generation;
   struct dlk_poller loop;
   struct dlk_heap due;
+  size_t due_places;
   struct dlk_task *tasks, **tail;
   int wakefd;
   struct dlk_source wake;
@@ -165,26 +166,32 @@ static int open_loop(void) {
   }
   dlk_fd_own(E.wakefd);
   E.wake = (struct dlk_source){.fd = E.wakefd, .want = DLK_READ, .ready = rung};
-  return dlk_source_add(&E.loop, &E.wake);
+  err = dlk_source_add(&E.loop, &E.wake);
+  if (err) {
+    dlk_fd_close(E.wakefd);
+    E.wakefd = -1;
+    dlk_poller_destroy(&E.loop);
+  }
+  return err;
 }
 
-/* With the mutex held. When the thread cannot be had now (descriptors, memory),
- * the work stays queued and the next call tries again. */
-static void ensure_thread(void) {
+/* When it fails the work stays queued, and the next call tries again. */
+bool dlk_engine_start(void) {
   if (E.running)
-    return;
+    return true;
   if (E.wakefd < 0 && open_loop())
-    return;
+    return false;
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
   bool ok = !pthread_create(&E.thread, NULL, thread_main, NULL);
   pthread_sigmask(SIG_SETMASK, &old, NULL);
   if (!ok)
-    return;
+    return false;
   pthread_setname_np(E.thread, "dlock");
   pthread_detach(E.thread);
   __atomic_store_n(&E.running, true, __ATOMIC_RELEASE);
+  return true;
 }
 
 void dlk_post_locked(struct dlk_task *t) {
@@ -194,7 +201,7 @@ void dlk_post_locked(struct dlk_task *t) {
     *E.tail = t;
     E.tail = &t->next;
   }
-  ensure_thread();
+  dlk_engine_start();
   if (E.asleep && !dlk_on_loop()) /* the loop itself looks before it sleeps again */
     ring();
 }
@@ -205,13 +212,20 @@ void dlk_post(struct dlk_task *t) {
   dlk_leave();
 }
 
-bool dlk_due_set(struct dlk_timer *t, int64_t due) {
-  if (!dlk_heap_set(&E.due, t, due))
+bool dlk_due_reserve(void) {
+  if (!dlk_heap_reserve(&E.due, E.due_places + 1))
     return false;
-  ensure_thread();
+  E.due_places++;
+  return true;
+}
+
+void dlk_due_unreserve(void) { E.due_places--; }
+
+void dlk_due_set(struct dlk_timer *t, int64_t due) {
+  dlk_heap_set(&E.due, t, due); /* its place is reserved */
+  dlk_engine_start();
   if (E.asleep && due < E.until && !dlk_on_loop())
     ring();
-  return true;
 }
 
 void dlk_due_stop(struct dlk_timer *t) { dlk_heap_del(&E.due, t); }

@@ -38,11 +38,17 @@ bool dlk_on_loop(void);
 /* Lock timers: set and stopped by any thread that holds the mutex, fired by
  * the loop thread *with the mutex held*. A release does not wake the thread,
  * and a set only does when it is earlier than what the thread sleeps for. */
-bool dlk_due_set(struct dlk_timer *t, int64_t due);
+void dlk_due_set(struct dlk_timer *t, int64_t due);
 void dlk_due_stop(struct dlk_timer *t);
+/* Every timer has its place before it is needed: without one a wait would not
+ * end and a lock not be renewed. Mutex held; false: no memory. */
+bool dlk_due_reserve(void);
+void dlk_due_unreserve(void);
 
 /* Starts the engine's process-wide parts (fork and exit handlers). 0 or errno. */
 int dlk_engine_init(void);
+/* Mutex held. False: the thread cannot be had now (threads, memory, descriptors). */
+bool dlk_engine_start(void);
 
 /* Counts forks: an object made under another generation belongs to a parent. */
 unsigned dlk_generation(void);

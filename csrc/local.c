@@ -74,6 +74,7 @@ struct lc_hold {
   unsigned gen;
   int fd;
   bool held, watching, guarded;
+  bool unguarded; /* guard(off) may overtake guard(on) of the same hold in another thread */
   bool blind;    /* inotify was refused for it */
   bool lent;     /* somebody else has a duplicate of the descriptor */
   bool told;     /* dlk_gone was called */
@@ -611,7 +612,7 @@ static void lc_guard_on(struct lc_self *s, struct lc_hold *h) {
   struct stat st;
   int err = lc_ino_open();
   pthread_mutex_lock(&L.mu);
-  if (!h->held) { /* released since, by another thread */
+  if (!h->held || h->unguarded) { /* released since, by another thread */
     pthread_mutex_unlock(&L.mu);
     return;
   }
@@ -634,6 +635,7 @@ static void lc_guard(void *self, struct dlk_grant *g, bool on) {
   }
   pthread_mutex_lock(&L.mu);
   h->guarded = false;
+  h->unguarded = true;
   lc_unlink(&h->holder);
   if (!h->watching) {
     lc_unlink(&h->marked);
@@ -785,6 +787,7 @@ static enum dlock_err lc_try_file(struct lc_self *s, struct lc_hold *h, struct d
   if (e) return e;
   pthread_mutex_lock(&L.mu);
   h->held = true;
+  h->unguarded = false;
   pthread_mutex_unlock(&L.mu);
   c->out[0] = DLK_DONE;
   return DLOCK_E_OK;
@@ -877,6 +880,7 @@ static enum dlock_err lc_hand_over(struct lc_self *s, struct dlk_call *c) {
   lc_put_fd(to, fd);
   pthread_mutex_lock(&L.mu);
   to->held = true;
+  to->unguarded = false;
   to->lent = lent;
   pthread_mutex_unlock(&L.mu);
   return DLOCK_E_OK;

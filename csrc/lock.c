@@ -20,6 +20,8 @@ enum { HAND_OVER_MAX = 8 };
 /* Locks that are held for longer than this are watched for removal (a process-
  * bound backend's guard); for shorter ones the watch would cost more than the lock. */
 enum { GUARD_AFTER_MS = 50 };
+/* Head start of another process that was woken: a try from next door is always faster. */
+enum { YIELD_MS = 10 };
 /* A try may always take this long, however short the wait. */
 enum { TRY_MIN_MS = 100 };
 
@@ -127,6 +129,7 @@ static void retire(struct dlk_lock *l) {
   if (l->next)
     l->next->link = l->link;
   dlk_due_stop(&l->timer);
+  dlk_due_unreserve();
   while (!c->locks && c->closing) {
     struct dlk_op *op = c->closing;
     c->closing = op->next;
@@ -155,10 +158,14 @@ static bool is_contender(const struct dlk_lock *l) {
 /* The next one in the process goes to the server. */
 static void queue_next(struct dlk_client *c, struct dlk_queue *q) {
   struct dlk_lock *l = q->holder ? NULL : q->first;
-  if (l && l->state == DLK_WAITING && !l->call) {
+  bool ready = l && l->state == DLK_WAITING && !l->call;
+  if (ready && q->yield) {
+    dlk_due_set(&l->timer, dlk_min(l->wait_until, dlk_now_ms() + YIELD_MS));
+  } else if (ready) {
     l->again = true;
     dlk_lock_poke(l);
   }
+  q->yield = false;
   dlk_waitq_tidy(&c->waitq, q);
 }
 
@@ -290,7 +297,7 @@ static void hold_timer(struct dlk_lock *l) {
   if (due == DLK_FOREVER)
     dlk_due_stop(&l->timer);
   else
-    dlk_due_set(&l->timer, due); /* no memory: is_held() looks at the clock itself */
+    dlk_due_set(&l->timer, due);
 }
 
 static void ask_renewal(struct dlk_lock *l) {
@@ -299,7 +306,7 @@ static void ask_renewal(struct dlk_lock *l) {
   l->next_due = c->due;
   c->due = l;
   c->n_due++;
-  dlk_post_locked(&c->flush);
+  dlk_client_post(c, &c->flush);
 }
 
 static void fire(struct dlk_timer *t) {
@@ -359,6 +366,25 @@ static int64_t next_renewal(const struct dlk_lock *l, int64_t sent) {
   int64_t ttl = effective_ttl(l), at = dlk_after(sent, ttl / RENEW_PART);
   int64_t grid = dlk_max(dlk_min(ttl / 30, 100), 1);
   return at - at % grid;
+}
+
+/* A request is out that may set the expiry. Until its end (and without an answer
+ * for ever) the ttl that it carries may be the one that counts. */
+static void renewal_out(struct dlk_lock *l) {
+  l->flying++;
+  l->flying_ttl_ms = dlk_min(l->flying_ttl_ms, l->g.ttl_ms);
+  l->expiry_ms = dlk_max(l->expiry_ms, dlk_after(dlk_now_ms(), l->g.ttl_ms));
+}
+
+/* Once for each, at its definite end. */
+static void renewal_in(struct dlk_lock *l, const struct dlk_call *call, size_t i) {
+  if (--l->flying == 0)
+    l->flying_ttl_ms = DLK_FOREVER;
+  if (!call->sent_ms)
+    return;
+  l->expiry_ms = dlk_max(l->expiry_ms, dlk_after(call->sent_ms, call->ttl_ms[i]));
+  if (call->err)
+    l->floor_ttl_ms = dlk_min(l->floor_ttl_ms, call->ttl_ms[i]);
 }
 
 /* With the mutex held; the state becomes HELD, or FAILED when it is too late. */
@@ -609,7 +635,14 @@ dlock_op *dlock_acquire(dlock_client *c, const struct dlock_acquire *a) {
     e = dlk_fail(msg, DLOCK_E_CLOSED, "the client is closed");
   if (!e && !(l->q = dlk_waitq_get(&c->waitq, l->item.name, l->item.len)))
     e = dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
+  if (!e && !dlk_engine_start())
+    e = dlk_fail(msg, DLOCK_E_UNAVAILABLE, "no thread, memory or descriptors to keep a lock alive");
+  if (!e && !dlk_due_reserve())
+    e = dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
   if (e) {
+    if (l->q)
+      dlk_waitq_tidy(&c->waitq, l->q);
+    l->q = NULL;
     dlk_op_finish(op, e, "%s", msg);
     dlk_leave();
     return op;
@@ -666,6 +699,8 @@ static void release_open(struct dlk_lock *l, struct dlk_op *op, const struct dlk
   struct dlk_client *c = l->client;
   enum dlock_err e = call->err;
   if (!e && call->out[0] == DLK_DONE) {
+    if (l->q)
+      l->q->yield = call->woke;
     released(l, "");
     dlk_latency(&c->stats.release, dlk_now_us() - op->started_us);
     dlk_op_finish(op, DLOCK_E_OK, "%s", "");
@@ -684,6 +719,8 @@ static struct dlk_lock *heir_of(const struct dlk_call *call) {
 
 /* The heir's side of a hand-over that ended. */
 static void hand_over_end(struct dlk_lock *heir, struct dlk_call *call) {
+  if (!call->in_flight)
+    renewal_in(heir, call, 0);
   if (call->late && !call->in_flight) {
     acquire_late(heir, call);
     if (over(heir))
@@ -698,8 +735,9 @@ static void hand_over_end(struct dlk_lock *heir, struct dlk_call *call) {
     granted(heir, call->sent_ms, true);
   } else if (call->out[0] == DLK_DONE) {
     heir->unclean = true; /* it gave up meanwhile: it owns the key and must release it */
-    dlk_lock_poke(heir);
   }
+  if (over(heir))
+    dlk_lock_poke(heir); /* its clean-up waited for this */
 }
 
 static void release_done(struct dlk_call *call) {
@@ -745,6 +783,7 @@ static void run_release(struct dlk_lock *l, struct dlk_op *op) {
     call->heir = &heir->g;
     heir->refs++;
     heir->call = call;
+    renewal_out(heir);
     l->client->stats.handed_over++;
   }
   call->done = release_done;
@@ -754,12 +793,8 @@ static void run_release(struct dlk_lock *l, struct dlk_op *op) {
 }
 
 static enum dlock_err refuse(struct dlk_lock *l, char *msg) {
-  if (l->generation != dlk_generation()) {
-    l->state = DLK_LOST;
-    l->reason = DLOCK_R_FORKED;
-    return dlk_fail(msg, DLOCK_E_LOST, "the lock belongs to the process that forked this one");
-  }
-  check_validity(l);
+  if (l->generation == dlk_generation()) /* else the fork ended it */
+    check_validity(l);
   if (l->state == DLK_LOST)
     return dlk_fail(msg, DLOCK_E_LOST, "%s", l->why);
   if (l->state != DLK_HELD)
@@ -873,8 +908,6 @@ static void gone_at_renewal(struct dlk_lock *l, enum dlk_outcome out) {
 /* What one answer means for one held lock. */
 static void renew_result(struct dlk_lock *l, const struct dlk_call *call, size_t i) {
   if (call->err) {
-    if (call->sent_ms)
-      l->floor_ttl_ms = dlk_min(l->floor_ttl_ms, call->ttl_ms[i]);
     renew_failed(l, call->msg);
   } else if (call->out[i] == DLK_DONE) {
     check_validity(l); /* a late answer never revives it */
@@ -893,10 +926,11 @@ static void renew_result(struct dlk_lock *l, const struct dlk_call *call, size_t
 static void renew_done(struct dlk_call *call) {
   bool timed_out = call->in_flight;
   dlk_enter();
-  for (size_t i = 0; i < call->n && (!call->late || timed_out); i++) {
+  for (size_t i = 0; i < call->n; i++) {
     struct dlk_lock *l = LOCK_OF(call->grants[i]);
-    l->flying_ttl_ms = DLK_FOREVER;
-    if (l->state == DLK_HELD)
+    if (!timed_out)
+      renewal_in(l, call, i);
+    if (l->state == DLK_HELD && (!call->late || timed_out))
       renew_result(l, call, i);
   }
   if (!timed_out)
@@ -904,9 +938,8 @@ static void renew_done(struct dlk_call *call) {
   dlk_leave();
 }
 
+/* NULL: no memory; those that it was for try again later. */
 static struct dlk_call *next_batch(struct dlk_client *c, int64_t *limit) {
-  if (!c->due)
-    return NULL;
   struct dlk_call *call = dlk_call_new(c, DLK_RENEW, c->n_due < RENEW_BATCH ? c->n_due : RENEW_BATCH);
   *limit = c->cfg.timeout_ms;
   for (size_t n = 0; c->due && n < RENEW_BATCH; n++) {
@@ -914,11 +947,13 @@ static struct dlk_call *next_batch(struct dlk_client *c, int64_t *limit) {
     c->due = l->next_due;
     c->n_due--;
     l->in_due = false;
-    *limit = dlk_min(*limit, dlk_max(l->g.ttl_ms / RENEW_TRY_PART, 10));
-    if (call)
+    *limit = dlk_min(*limit, dlk_max(effective_ttl(l) / RENEW_TRY_PART, 10));
+    if (call) {
       dlk_call_add(call, l);
-    else
+      renewal_out(l);
+    } else {
       renew_failed(l, "out of memory");
+    }
   }
   if (call)
     call->done = renew_done;
@@ -929,11 +964,10 @@ void dlk_lock_flush(struct dlk_task *t) {
   struct dlk_client *c = CLIENT_OF(t, flush);
   int64_t limit;
   dlk_enter();
-  dlk_client_ref(c);
-  for (;;) {
+  while (c->due) {
     struct dlk_call *call = next_batch(c, &limit);
     if (!call)
-      break;
+      continue;
     dlk_leave();
     dlk_call_start(call, NULL, limit);
     dlk_enter();
@@ -947,6 +981,8 @@ static void extend_done(struct dlk_call *call) {
   struct dlk_lock *l = LOCK_OF(call->grants[0]);
   bool timed_out = call->in_flight;
   dlk_enter();
+  if (!timed_out)
+    renewal_in(l, call, 0);
   if (!call->late || timed_out) {
     if (l->state == DLK_HELD) {
       bool renewing = l->renewing;
@@ -973,8 +1009,6 @@ static void extend_done(struct dlk_call *call) {
 static void change_ttl(struct dlk_lock *l, int64_t ttl_ms) {
   if (!ttl_ms)
     return;
-  if (l->renewing && !l->in_due)
-    l->flying_ttl_ms = dlk_min(l->flying_ttl_ms, l->g.ttl_ms);
   l->g.ttl_ms = ttl_ms;
   l->valid_until = dlk_min(l->valid_until, validity(l, dlk_now_ms()));
   l->renew_at = dlk_min(l->renew_at, next_renewal(l, dlk_now_ms()));
@@ -998,6 +1032,7 @@ dlock_op *dlock_extend(dlock_lock *l, int64_t ttl_ms, const struct dlock_how *h)
   }
   change_ttl(l, ttl_ms);
   dlk_call_add(call, l);
+  renewal_out(l);
   call->done = extend_done;
   call->ctx = op;
   op->refs++;
@@ -1220,6 +1255,7 @@ static void forked(struct dlk_lock *l) {
   l->reason = DLOCK_R_FORKED;
   snprintf(l->why, sizeof l->why, "the lock belongs to the process that forked this one");
   l->live = false;
+  dlk_due_unreserve();
   l->q = NULL;
   l->q_link = NULL;
   if (l->acquire)

@@ -51,6 +51,7 @@ struct dlk_queue {
   struct dlk_lock *holder;
   struct dlk_lock *first, **last;
   unsigned handed; /* hand-overs in a row, so that other processes get their turn */
+  bool yield;      /* another client was told that it is free, and goes first */
 };
 
 struct dlk_waitq {
@@ -73,6 +74,7 @@ struct dlk_op {
   enum dlk_op_kind kind;
   struct dlk_client *client;
   struct dlk_lock *lock;
+  unsigned generation;
   bool blocking, done;
   bool claimed; /* the lock was taken over by the caller */
   bool driving; /* a thread is in a turn of the lane's poller */
@@ -121,7 +123,8 @@ struct dlk_lock {
   int64_t valid_until, renew_at, hold_until, guard_at;
   bool guard_wanted, guarded;
   int64_t floor_ttl_ms;  /* an unanswered renewal may still set the expiry to this */
-  int64_t flying_ttl_ms; /* a renewal that is out may; both DLK_FOREVER if none */
+  int64_t flying_ttl_ms; /* the renewals that are out may; both DLK_FOREVER if none */
+  unsigned flying;       /* how many are */
   int64_t expiry_ms;    /* by then the server has forgotten it, if it keeps its clock */
   bool renewing, renew_warned;
   bool in_due; /* in client->due: renewal not sent yet */
@@ -171,6 +174,8 @@ struct dlk_client {
 /* client.c */
 void dlk_client_ref(struct dlk_client *c);
 void dlk_client_unref(struct dlk_client *c);
+/* Posts a task of the client's own, which has a reference until it calls unref. */
+void dlk_client_post(struct dlk_client *c, struct dlk_task *t);
 /* Lets go of the connections once the client is closed and nothing is left to do. */
 void dlk_client_tidy(struct dlk_client *c);
 extern struct dlk_client *dlk_clients;

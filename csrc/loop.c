@@ -46,7 +46,7 @@ static void heap_down(struct dlk_heap *h, size_t i, struct dlk_timer *t) {
   heap_put(h, i, t);
 }
 
-static bool heap_reserve(struct dlk_heap *h, size_t n) {
+bool dlk_heap_reserve(struct dlk_heap *h, size_t n) {
   if (n <= h->cap)
     return true;
   size_t cap = h->cap ? h->cap : 8;
@@ -76,7 +76,7 @@ void dlk_heap_del(struct dlk_heap *h, struct dlk_timer *t) {
 
 bool dlk_heap_set(struct dlk_heap *h, struct dlk_timer *t, int64_t due) {
   dlk_heap_del(h, t);
-  if (!heap_reserve(h, h->n + 1))
+  if (!dlk_heap_reserve(h, h->n + 1))
     return false;
   t->due = due;
   heap_up(h, h->n++, t);
@@ -279,7 +279,7 @@ void dlk_poller_move(struct dlk_poller *from, struct dlk_poller *to) {
     /* Refused (no memory): its timers below still end what it stood for. */
     dlk_source_add(to, s);
   }
-  bool room = heap_reserve(&to->timers, to->timers.n + from->timers.n);
+  bool room = dlk_heap_reserve(&to->timers, to->timers.n + from->timers.n);
   while (from->timers.n) {
     struct dlk_timer *t = from->timers.v[from->timers.n - 1];
     dlk_heap_del(&from->timers, t);

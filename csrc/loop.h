@@ -31,6 +31,7 @@ struct dlk_heap {
 };
 
 bool dlk_heap_set(struct dlk_heap *h, struct dlk_timer *t, int64_t due); /* false: no memory */
+bool dlk_heap_reserve(struct dlk_heap *h, size_t n); /* room for n timers in all */
 void dlk_heap_del(struct dlk_heap *h, struct dlk_timer *t);
 static inline int64_t dlk_heap_due(const struct dlk_heap *h) {
   return h->n ? h->v[0]->due : DLK_FOREVER;

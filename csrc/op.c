@@ -16,7 +16,8 @@ enum { SLICE_MS = 100 };
 
 struct dlk_bell {
   int refs; /* atomic */
-  int fd;
+  int fd;   /* mutex, with the generation that it belongs to */
+  unsigned generation;
 };
 
 dlock_bell *dlock_bell_new(void) {
@@ -30,21 +31,38 @@ dlock_bell *dlock_bell_new(void) {
     return NULL;
   }
   dlk_fd_own(b->fd);
+  b->generation = dlk_generation();
   return b;
 }
 
-int dlock_bell_fd(const dlock_bell *b) { return b->fd; }
+/* A forked child closed its copy: the number may be another file's by now, so
+ * the bell gets a descriptor of its own before it is used. Mutex held. */
+static int bell_fd(struct dlk_bell *b) {
+  if (b->generation != dlk_generation()) {
+    b->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    dlk_fd_own(b->fd);
+    b->generation = dlk_generation();
+  }
+  return b->fd;
+}
+
+int dlock_bell_fd(dlock_bell *b) {
+  dlk_enter();
+  int fd = bell_fd(b);
+  dlk_leave();
+  return fd;
+}
 
 void dlock_bell_drain(dlock_bell *b) {
   uint64_t n;
-  if (read(b->fd, &n, sizeof n) < 0) {
+  if (read(dlock_bell_fd(b), &n, sizeof n) < 0) {
     /* EAGAIN: it was not rung. */
   }
 }
 
 static void bell_ring(struct dlk_bell *b) {
   uint64_t one = 1;
-  if (write(b->fd, &one, sizeof one) < 0) {
+  if (write(bell_fd(b), &one, sizeof one) < 0) {
     /* EAGAIN: it is rung already. */
   }
 }
@@ -52,7 +70,8 @@ static void bell_ring(struct dlk_bell *b) {
 void dlock_bell_unref(dlock_bell *b) {
   if (!b || __atomic_sub_fetch(&b->refs, 1, __ATOMIC_ACQ_REL) > 0)
     return;
-  dlk_fd_close(b->fd);
+  if (b->generation == dlk_generation())
+    dlk_fd_close(b->fd);
   free(b);
 }
 
@@ -64,6 +83,7 @@ struct dlk_op *dlk_op_new(struct dlk_client *c, enum dlk_op_kind kind, bool bloc
   op->refs = 1;
   op->kind = kind;
   op->client = c;
+  op->generation = dlk_generation();
   op->blocking = blocking;
   op->bell = bell;
   if (bell)
@@ -100,26 +120,26 @@ void dlk_op_finish(struct dlk_op *op, enum dlock_err e, const char *fmt, ...) {
   op->err = e;
   op->done = true;
   pthread_cond_broadcast(&op->cond);
-  if (op->bell)
+  if (op->bell && op->generation == dlk_generation())
     bell_ring(op->bell);
 }
 
 /* ---- running a call for an operation ---- */
 
+/* The task has a reference to the operation, which its caller may have dropped. */
 static void start_on_loop(struct dlk_task *t) {
   struct dlk_op *op = OP_OF(t);
   dlk_enter();
   struct dlk_call *call = op->call;
+  int64_t timeout_ms = op->timeout_ms;
   op->call = NULL;
   bool dead = op->done; /* canceled before it got here */
-  dlk_leave();
-  if (call && dead)
-    dlk_call_fail(call, DLOCK_E_CANCELED, "canceled before it was sent");
-  else if (call)
-    dlk_call_start(call, NULL, op->timeout_ms);
-  dlk_enter();
   dlk_op_put(op);
   dlk_leave();
+  if (dead)
+    dlk_call_fail(call, DLOCK_E_CANCELED, "canceled before it was sent");
+  else
+    dlk_call_start(call, NULL, timeout_ms);
 }
 
 /* Gives a finished call's lane back, or hands a late call's lane to the loop.
@@ -147,15 +167,19 @@ void dlk_op_launch(struct dlk_op *op, struct dlk_call *call) {
   struct dlk_lane *lane = NULL;
   if (op->blocking && (op->client->be->caps & DLK_CAP_LANES))
     lane = dlk_lane_take(op->client);
-  op->call = call;
   if (!lane) {
-    op->task.run = start_on_loop;
-    op->refs++;
-    dlk_post_locked(&op->task);
+    bool runs = dlk_engine_start();
+    if (runs) {
+      op->refs++;
+      op->call = call;
+      op->task.run = start_on_loop;
+      dlk_post_locked(&op->task);
+    }
     dlk_leave();
+    if (!runs)
+      dlk_call_fail(call, DLOCK_E_UNAVAILABLE, "no thread, memory or descriptors for dlock's own thread");
     return;
   }
-  op->call = NULL;
   op->lane = lane;
   lane->call = call;
   call->lane = lane;
@@ -190,16 +214,28 @@ static bool wait_once(struct dlk_op *op, int64_t until) {
   return true;
 }
 
+/* In a forked child, with the mutex: the parent's lane, call and sockets stay
+ * untouched. True: it is one of the parent's. */
+static bool forked(struct dlk_op *op) {
+  if (op->generation == dlk_generation())
+    return false;
+  op->lane = NULL;
+  dlk_op_finish(op, DLOCK_E_CANCELED, "canceled by a fork");
+  return true;
+}
+
 bool dlock_op_wait(dlock_op *op, int64_t ms) {
   int64_t until = dlk_after(dlk_now_ms(), ms);
-  bool go = true;
+  bool go = true, turned = false;
   dlk_enter();
-  while (op->lane || !op->done) {
+  while (!forked(op) && (op->lane || !op->done)) {
     if (op->lane && settle_lane(op))
       continue;
-    if (!go || (ms >= 0 && dlk_now_ms() >= until))
+    /* One turn at least: who only polls must drive its lane too. */
+    if (!go || (dlk_now_ms() >= until && (turned || !op->lane)))
       break;
     go = wait_once(op, until);
+    turned = true;
   }
   bool done = op->done;
   dlk_leave();
@@ -225,6 +261,8 @@ static void unlink_close(struct dlk_op *op) {
 }
 
 static void cancel(struct dlk_op *op) {
+  if (forked(op))
+    return;
   op->refs++;
   if (!op->done) {
     if (op->kind == DLK_OP_LOST)
@@ -250,13 +288,11 @@ void dlock_op_unref(dlock_op *op) {
   if (!op)
     return;
   dlk_enter();
-  bool forked = op->client->generation != dlk_generation();
-  if (!forked)
-    cancel(op);
+  cancel(op);
   struct dlk_lock *leak = op->kind == DLK_OP_ACQUIRE && op->done && !op->err && !op->claimed ? op->lock : NULL;
   if (leak)
     leak->refs++;
-  if (!forked)
+  if (!forked(op)) /* the parent's memory is left as it is */
     dlk_op_put(op);
   dlk_leave();
   if (leak) {

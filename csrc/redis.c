@@ -26,6 +26,7 @@ enum {
   SCAN_COUNT = 512,
   SHOWN = 512,            /* bytes of a foreign value that are shown */
   ID_HEX = 16,
+  TOKEN_DIGITS = 16,
   OLDEST = 5,             /* Redis version: scripts replicate by effect */
 };
 
@@ -75,7 +76,7 @@ enum {
   "      redis.pcall('PEXPIRE', q, 60000)\n"                                    \
   "      return\n"                                                              \
   "    end\n"                                                                   \
-  "    if got > 0 then return end\n"                                            \
+  "    if got > 0 then return true end\n"                                       \
   "  end\n"                                                                     \
   "end\n"
 
@@ -115,8 +116,8 @@ static struct dlk_script scripts[N_SCRIPTS] = {
         "if ARGV[5] == '1' then redis.pcall('ZREM', KEYS[3], ARGV[3]) end\n"
         "return s\n"),
     /* KEYS lock, line; ARGV owner, member or '', channel prefix, minimum hold.
-     * 1 done, 0 gone, -1 somebody else's. A member that was popped while we gave
-     * up has eaten a wake-up, which then goes on to the next. */
+     * 1 done, 2 done and another waiter told, 0 gone, -1 somebody else's. A member that
+     * was popped while we gave up has eaten a wake-up, which then goes on to the next. */
     [S_RELEASE] = SCRIPT(LUA_WAKE
         "local key, q = KEYS[1], KEYS[2]\n"
         "local v = redis.pcall('GET', key)\n"
@@ -133,7 +134,9 @@ static struct dlk_script scripts[N_SCRIPTS] = {
         "end\n"
         "local left\n"
         "if ARGV[2] ~= '' then left = redis.pcall('ZREM', q, ARGV[2]) end\n"
-        "if free and (out == 1 or left == 0) then wake(q, ARGV[3], key) end\n"
+        "if free and (out == 1 or left == 0) and wake(q, ARGV[3], key) and out == 1 then\n"
+        "  out = 2\n"
+        "end\n"
         "return out\n"),
     /* KEYS locks; ARGV owner, ttl of each. 1 done, 0 somebody else's, -1 gone. */
     [S_RENEW] = SCRIPT(
@@ -509,14 +512,10 @@ static void not_a_lock(struct rcall *rc, const char *type) {
 }
 
 static bool take_token(struct dlk_grant *g, const redisReply *r) {
-  char *end;
-  if (!is_string(r))
+  if (!is_string(r) || r->len == 0 || r->len > TOKEN_DIGITS || strspn(r->str, "0123456789") != r->len)
     return false;
-  unsigned long long v = strtoull(r->str, &end, 10);
-  if (*end || v == 0)
-    return false;
-  g->items[0].token = v;
-  return true;
+  g->items[0].token = strtoull(r->str, NULL, 10);
+  return g->items[0].token != 0;
 }
 
 static unsigned random_below(unsigned n) {
@@ -570,6 +569,7 @@ static void got_release(struct rcall *rc, size_t i, const redisReply *r) {
     return;
   }
   rc->call->grants[i]->queued = false;
+  rc->call->woke = rc->call->woke || r->integer > 1;
   rc->call->out[i] = r->integer > 0 ? DLK_DONE : r->integer == 0 ? DLK_GONE : DLK_TAKEN;
 }
 
@@ -589,7 +589,10 @@ static void got_renew(struct rcall *rc, size_t at, const redisReply *r) {
 }
 
 static void got_hand_over(struct rcall *rc, size_t i, const redisReply *r) {
-  struct dlk_grant *heir = rc->call->heir;
+  struct dlk_grant *heir = rc->call->heir, unused = {.items = &(struct dlk_item){.token = 0}};
+  /* Late: the heir has gone on by itself, and has a token of its own. */
+  if (rc->late)
+    heir = &unused;
   if (take_token(heir, r)) {
     heir->queued = false;
     rc->call->out[i] = DLK_DONE;
@@ -876,7 +879,8 @@ static void rcall_reply(struct dlk_rreq *req, redisReply *r) {
   size_t i = rc->call->verb == DLK_RELEASE ? rc->todo[rc->at] : rc->at;
   rc->at++;
   bool readonly = r->type == REDIS_REPLY_ERROR && strstr(r->str, "READONLY");
-  if (dlk_redis_is(r, "NOSCRIPT"))
+  bool hangs_up = dlk_redis_is(r, "ERR Protocol error");
+  if (dlk_redis_is(r, "NOSCRIPT") && !rc->full)
     rc->todo[rc->again++] = (unsigned char)i;
   else if (r->type == REDIS_REPLY_ERROR && !(rc->page.n && dlk_redis_is(r, "WRONGTYPE")))
     rcall_refused(rc, r);
@@ -884,7 +888,9 @@ static void rcall_reply(struct dlk_rreq *req, redisReply *r) {
     verbs[rc->call->verb].got(rc, i, r);
   if (req->replies)
     return;
-  if (readonly) /* a replica now: the name may lead to another server */
+  if (hangs_up) /* the next request must not run into it */
+    dlk_rlink_break(rc->conn->link, DLOCK_E_UNAVAILABLE, "the server hung up");
+  else if (readonly) /* a replica now: the name may lead to another server */
     dlk_rlink_break(rc->conn->link, DLOCK_E_UNAVAILABLE, "the server became a replica");
   if (rc->again && !rc->call->err) {
     rc->full = rc->more = true;
@@ -1039,10 +1045,9 @@ static void drain(struct rd *rd, struct conn *c) {
 }
 
 static int64_t longest_ttl(const struct dlk_call *call) {
-  int64_t ttl = call->heir ? call->heir->ttl_ms : 0;
+  int64_t ttl = 0;
   for (size_t i = 0; i < call->n; i++)
-    ttl = dlk_max(ttl, call->ttl_ms ? dlk_max(call->ttl_ms[i], call->grants[i]->ttl_ms)
-                                    : call->grants[i]->ttl_ms);
+    ttl = dlk_max(ttl, call->ttl_ms[i]);
   return ttl;
 }
 
