@@ -1,7 +1,7 @@
 # dlock: GNU make, Linux. `make help` lists the targets.
 #
-# Everything lands in build/: build/$(V)/dlock/core.so and objects in
-# build/obj-$(V), where V is the Lua (5.4, luajit), with the sanitizer before it
+# Everything lands in build/: build/$(VARIANT)/dlock/core.so and objects in
+# build/obj-$(VARIANT), where VARIANT is the Lua (5.4, luajit), with the sanitizer before it
 # if there is one (asan-5.4 ...), so that no two builds share an object.
 
 .DEFAULT_GOAL := all
@@ -11,8 +11,12 @@ MAKEFLAGS += --no-builtin-rules
 VERSION := $(shell sed -n 's/^#define DLOCK_VERSION "\(.*\)"$$/\1/p' csrc/dlock.h)
 
 # ---- which Lua ----
-# LUA=5.4 or luajit. LuaRocks names a header directory instead; that decides.
+# LUA=5.4 or luajit; another value in the environment is somebody else's variable.
+# LuaRocks names a header directory instead, which decides.
 LUA ?= 5.4
+ifeq ($(origin LUA)$(filter $(LUA),5.4 luajit),environment)
+  LUA := 5.4
+endif
 ifdef LUA_INCDIR
   override LUA := $(if $(wildcard $(LUA_INCDIR)/luajit.h),luajit,5.4)
   ifeq ($(LUA),5.4)
@@ -20,7 +24,7 @@ ifdef LUA_INCDIR
       $(error $(LUA_INCDIR) has the headers of neither Lua 5.4 nor LuaJIT)
     endif
   endif
-  V := rock-$(LUA)
+  VARIANT := rock-$(LUA)
 endif
 ifeq ($(filter $(LUA),5.4 luajit),)
   $(error LUA=$(LUA): must be 5.4 or luajit)
@@ -45,9 +49,9 @@ else ifneq ($(LUA_PC),)
 endif
 
 # ---- flags ----
-V ?= $(if $(SAN),$(SAN)-)$(LUA)
-OUT := build/$(V)
-OBJ := build/obj-$(V)
+VARIANT ?= $(if $(SAN),$(SAN)-)$(LUA)
+OUT := build/$(VARIANT)
+OBJ := build/obj-$(VARIANT)
 
 ifneq ($(filter default undefined,$(origin CC)),)
   CC := $(if $(SAN),gcc,cc)
@@ -150,7 +154,7 @@ $(COMMAND): Makefile
 -include $(wildcard $(OBJ)/*.d)
 
 # ---- for the tests: C programs, and a small module for processes ----
-CTEST_DIR := build/c-$(V)
+CTEST_DIR := build/c-$(VARIANT)
 CTESTS := $(patsubst spec/c/%.c,$(CTEST_DIR)/%,$(wildcard spec/c/*.c))
 PROC := $(OUT)/spec/dlkproc.so
 
@@ -247,8 +251,9 @@ bench:
 lint:
 	@.ci/deps build luas lint
 	luacheck -q --no-color $(wildcard lua spec examples lua/bin/dlock) rockspec/*.rockspec
-	cppcheck -q --std=c11 -D_GNU_SOURCE -DDLK_WITH_REDIS --enable=warning,performance,portability \
-		--inline-suppr --suppress=missingIncludeSystem --error-exitcode=1 csrc
+	cppcheck -q --std=c11 -D_GNU_SOURCE -D__linux__ -DDLK_WITH_REDIS --inline-suppr \
+		--enable=warning,performance,portability --suppress=missingIncludeSystem \
+		--suppress=identicalInnerCondition --error-exitcode=1 csrc
 	@set -e; for cc in gcc clang; do for lua in 5.4 luajit; do \
 		$(MAKE) -s --no-print-directory CC=$$cc LUA=$$lua lint-syntax; done; done
 	.ci/layers

@@ -72,7 +72,7 @@ describe("misuse", function()
     it("by a wrong key raises", function()
       for _, name in ipairs { "acquire", "with", "inspect", "break_lock" } do
         for want, key in pairs {
-          ['key must be a string of 1 .. 4096 bytes, got string ("")'] = "",
+          ['key must be a string of 1 .. 4096 bytes, got an empty string'] = "",
           ["key must be a string of 1 .. 4096 bytes, got 12"] = 12,
           ["key must be a string of 1 .. 4096 bytes, got table"] = {},
           ["key must be a string of 1 .. 4096 bytes, got one of 5000 bytes"] = ("x"):rep(5000),
@@ -109,7 +109,7 @@ describe("misuse", function()
       assert.are.equal("fn must be a function, got 12", misuse(function()
         client:with("k", {}, 12)
       end))
-      assert.are.equal("opts must be a table, got 12", misuse(function()
+      assert.are.equal("opts must be a table, got number", misuse(function()
         client:with("k", 12)
       end))
       assert.is_true(lock:is_held())

@@ -45,13 +45,16 @@ function M.canned(opts)
   return start { canned = opts, raw = raw }
 end
 
+--- A canned server gets other answers, for connections from now on.
+function Proxy:answers(opts) do_it(self, { ["do"] = "answers", canned = opts }) end
+
 --- "pass", "hold" (both ways, until the next set), "mute" (replies thrown
 -- away), "refuse" (new connections closed at once); delay: seconds a request.
 function Proxy:set(mode, delay) do_it(self, { ["do"] = "set", mode = mode, delay = delay }) end
 
 --- What to do with requests that contain `match`: "lose" (server does it, the
--- reply never comes), "dead" (so, and the connection leads nowhere
--- from then on), "cut" (server does it, then the connection breaks), "eat",
+-- reply never comes), "dead" (so, and the connection leads nowhere from then
+-- on), "cut" (server does it, then the connection breaks), "late" (0.1 s), "eat",
 -- "close". opts: match = text, skip = n first ones, times = how often (1).
 function Proxy:rule(action, opts)
   opts = opts or {}

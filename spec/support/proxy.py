@@ -67,6 +67,10 @@ class Proxy:
         server = await asyncio.start_server(self.accept, "127.0.0.1", 0)
         return {"port": server.sockets[0].getsockname()[1]}
 
+    def answers(self, canned):
+        """Other answers, for connections from now on."""
+        self.canned = canned
+
     def set(self, mode="pass", delay=0.0):
         """pass; hold: nothing is forwarded either way until the next set, then
         all of it; mute: requests go through, replies are thrown away; refuse:
@@ -79,7 +83,8 @@ class Proxy:
         often as `times` says. lose: forward it, throw the reply away and all
         that follows on that connection; dead: the same, and nothing more is
         forwarded on it; cut: forward it, close both sides when
-        the reply is there; eat: do not forward it; close: close both sides
+        the reply is there; eat: do not forward it; late: forward it (and what
+        follows on that connection) 0.1 s later; close: close both sides
         instead of forwarding."""
         self.rules.append({"action": action, "match": match.encode("latin-1"),
                            "skip": skip, "times": times})
@@ -186,6 +191,8 @@ class Proxy:
                     raise Broken
                 if action in link:
                     link[action] = True
+                if action == "late":
+                    await asyncio.sleep(0.1)
                 if action != "eat":
                     up.write(request)
                     await up.drain()
