@@ -92,6 +92,7 @@ struct dlk_call {
 #define DLK_CAP_LANES 1u         /* a caller can run calls in place */
 #define DLK_CAP_PROCESS_BOUND 2u /* the kernel frees it: no expiry on the server */
 #define DLK_CAP_HAND_OVER 4u
+#define DLK_CAP_SESSION 8u       /* locks live as long as their client's session: see dlk_session_valid */
 
 struct dlk_backend {
   const char *name;
@@ -128,7 +129,7 @@ struct dlk_backend {
 
 /* The registry: NULL-terminated; `missing` schemes are known but not built in. */
 extern const struct dlk_backend *const dlk_backends[];
-extern const struct dlk_backend dlk_local_backend, dlk_redis_backend;
+extern const struct dlk_backend dlk_local_backend, dlk_redis_backend, dlk_zookeeper_backend;
 /* What would bring a scheme that this build lacks; NULL: no such scheme is known. */
 const char *dlk_scheme_missing(const char *scheme);
 
@@ -150,6 +151,12 @@ bool dlk_wake(struct dlk_client *c, const char *name, size_t len);
 void dlk_wake_all(struct dlk_client *c);
 /* A held grant is gone. Any thread, mutex not held. */
 void dlk_gone(struct dlk_client *c, struct dlk_grant *g, enum dlock_reason why, const char *msg);
+/* DLK_CAP_SESSION: until when the session is proved to live. No lock of the client
+ * is valid beyond that; there is no end to a clean-up but the backend's word. It
+ * starts at 0 and only rises, until dlk_session_lost() makes every held lock
+ * LOST and sets it back. Any thread, mutex not held. */
+void dlk_session_valid(struct dlk_client *c, int64_t until);
+void dlk_session_lost(struct dlk_client *c, const char *msg);
 /* Event `notice`. Any thread, mutex not held. */
 void dlk_notice(struct dlk_client *c, const char *fmt, ...)
     __attribute__((format(printf, 2, 3)));

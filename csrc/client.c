@@ -223,6 +223,7 @@ static enum dlock_err open_backend(struct dlk_client *c, bool *bad_url, char *ms
     return e;
   c->be = find_backend(url.scheme);
   if (c->be) {
+    c->session_until = c->be->caps & DLK_CAP_SESSION ? 0 : DLK_FOREVER;
     e = c->be->open(c, &url, &c->cfg, &c->self, msg);
     *bad_url = e == DLOCK_E_PROTOCOL;
   } else {

@@ -268,16 +268,43 @@ static void lose(struct dlk_lock *l, enum dlock_reason why, const char *msg) {
   settle(l);
 }
 
+/* Its own ttl and its session, whichever ends first. */
+static int64_t valid_until(const struct dlk_lock *l) {
+  return dlk_min(l->valid_until, l->client->session_until);
+}
+
 /* The validity ends by the clock alone, whether or not a timer got to run. */
 static void check_validity(struct dlk_lock *l) {
   if (l->state != DLK_HELD)
     return;
-  int64_t now = dlk_now_ms();
+  int64_t now = dlk_now_ms(), session = l->client->session_until;
   if (now >= l->hold_until)
     lose(l, DLOCK_R_MAX_HOLD, "the lock was lost: max_hold is over");
+  else if (now >= session && session <= l->valid_until)
+    lose(l, DLOCK_R_SESSION, "the lock was lost: its session could not be kept alive");
   else if (now >= l->valid_until)
     lose(l, DLOCK_R_EXPIRED, l->renew ? "the lock was lost: it could not be renewed before its ttl ran out"
                                       : "the lock was lost: its ttl ran out");
+}
+
+void dlk_session_valid(struct dlk_client *c, int64_t until) {
+  dlk_enter();
+  c->session_until = dlk_max(c->session_until, until); /* timers set for less look again */
+  dlk_leave();
+}
+
+void dlk_session_lost(struct dlk_client *c, const char *msg) {
+  struct dlk_lock *next;
+  dlk_enter();
+  c->session_until = 0;
+  for (struct dlk_lock *l = c->locks; l; l = next) {
+    next = l->next; /* what follows takes nobody but l off the list */
+    l->refs++;
+    if (l->state == DLK_HELD)
+      lose(l, DLOCK_R_SESSION, msg);
+    dlk_lock_put(l);
+  }
+  dlk_leave();
 }
 
 void dlk_gone(struct dlk_client *c, struct dlk_grant *g, enum dlock_reason why, const char *msg) {
@@ -291,7 +318,7 @@ void dlk_gone(struct dlk_client *c, struct dlk_grant *g, enum dlock_reason why, 
 /* ---- timers ---- */
 
 static void hold_timer(struct dlk_lock *l) {
-  int64_t due = dlk_min(dlk_min(l->valid_until, l->hold_until), l->guard_at);
+  int64_t due = dlk_min(dlk_min(valid_until(l), l->hold_until), l->guard_at);
   if (!l->renewing)
     due = dlk_min(due, l->renew_at);
   if (due == DLK_FOREVER)
@@ -392,7 +419,7 @@ static void granted(struct dlk_lock *l, int64_t sent, bool handed) {
   l->unclean = true;
   l->expiry_ms = dlk_after(sent, l->g.ttl_ms);
   int64_t until = validity(l, sent), now = dlk_now_ms();
-  if (until <= now) {
+  if (dlk_min(until, l->client->session_until) <= now) {
     acquire_end(l, DLK_FAILED, DLOCK_E_UNAVAILABLE, "the lock was granted, but its ttl was over before the answer came");
     return;
   }
@@ -1088,7 +1115,7 @@ static void clean_result(struct dlk_lock *l, const struct dlk_call *call) {
     cleaned(l, "");
     return;
   }
-  bool bound = l->client->be->caps & DLK_CAP_PROCESS_BOUND;
+  bool bound = l->client->be->caps & (DLK_CAP_PROCESS_BOUND | DLK_CAP_SESSION);
   int64_t now = dlk_now_ms(), end = bound ? DLK_FOREVER : dlk_after(l->expiry_ms, 1000);
   if (now >= end) {
     if (l->state == DLK_RELEASING)
@@ -1199,7 +1226,7 @@ int64_t dlock_remaining(dlock_lock *l) {
   char msg[DLOCK_MSG_MAX];
   int64_t left = 0;
   if (!refuse(l, msg)) {
-    int64_t until = dlk_min(l->valid_until, l->hold_until);
+    int64_t until = dlk_min(valid_until(l), l->hold_until);
     left = until == DLK_FOREVER ? DLK_FOREVER : dlk_max(until - dlk_now_ms(), 0);
   }
   dlk_leave();

@@ -151,6 +151,7 @@ struct dlk_client {
   void *self;
   unsigned generation;
   bool closed;
+  int64_t session_until; /* DLK_FOREVER without DLK_CAP_SESSION */
   bool own_label; /* the owner label was given, so a forked child keeps it */
   /* Copies of the configuration, to start over in a forked child. */
   struct dlock_config cfg;
