@@ -38,6 +38,7 @@ struct dlock_config {
   int64_t ttl_ms;         /* the client's usual lease; sizes a session */
   int64_t timeout_ms;     /* one request */
   int64_t connect_timeout_ms;
+  int zk_dialect;         /* ZooKeeper: 0 curator, 1 kazoo, 2 both */
   bool events;            /* somebody reads events; else only notices are kept */
 };
 

@@ -58,7 +58,7 @@ local M = {
 
 --- Make a client. Opens nothing yet: `client:ping` checks the server.
 -- @tparam string url `local:`, `local:///dir`, `redis://[user:password@]host[:port][/db]`,
---   `redis+unix:///path`
+--   `redis+unix:///path`, `zookeeper://[user:password@]host[:port],...[/path]`
 -- @tparam[opt] table opts
 -- @tparam[opt=30] number opts.ttl seconds after which a server frees the lock of a dead process,
 --   0.1 .. 86400
@@ -77,6 +77,8 @@ local M = {
 -- @tparam[opt] string opts.username wins over the URL's
 -- @tparam[opt] string opts.password wins over the URL's
 -- @tparam[opt] function opts.on_event called with an @{event}
+-- @tparam[opt="curator"] string opts.zk_dialect on ZooKeeper, whose locks ours stand in one line
+--   with: `curator` (and Go's), `kazoo`, or `both`
 -- @tparam[opt="thread"] string|table opts.runtime how Lua waits: see `dlock.runtime.thread`
 -- @treturn[1] dlock.client client
 -- @treturn[2] nil

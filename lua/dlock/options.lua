@@ -53,6 +53,8 @@ local rules = {
     without = "NUL", secret = true, connect = true },
   { name = "password", type = "string", min = 0, max = 65536, pattern = "%z",
     without = "NUL", secret = true, connect = true },
+  { name = "zk_dialect", type = "string", choices = { "curator", "kazoo", "both" },
+    connect = true },
   { name = "on_event", type = "function", connect = true },
   { name = "runtime", check = is_runtime, default = "thread", connect = true,
     text = [["thread" or a table with the functions wait and sleep]] },
