@@ -98,6 +98,7 @@ use = $(foreach up,$(call upper,$(1)),$(eval $(call backend,$(1),$(2),$(3),$(4),
 
 ifneq ($(filter-out clean deps deps-test help,$(or $(MAKECMDGOALS),all)),)
   $(call use,redis,hiredis/hiredis.h,-lhiredis,redis redis_link,libhiredis-dev)
+  $(call use,zookeeper,zookeeper/zookeeper.h,-lzookeeper_mt,zookeeper zk_name zk_open zk_session zk_query,libzookeeper-mt-dev)
 endif
 
 # LuaRocks says where it found libcrypto.
@@ -251,8 +252,8 @@ bench:
 lint:
 	@.ci/deps build luas lint
 	luacheck -q --no-color $(wildcard lua spec examples lua/bin/dlock) rockspec/*.rockspec
-	cppcheck -q --std=c11 -D_GNU_SOURCE -D__linux__ -DDLK_WITH_REDIS --inline-suppr \
-		--enable=warning,performance,portability --suppress=missingIncludeSystem \
+	cppcheck -q --std=c11 -D_GNU_SOURCE -D__linux__ -DDLK_WITH_REDIS -DDLK_WITH_ZOOKEEPER \
+		--inline-suppr --enable=warning,performance,portability --suppress=missingIncludeSystem \
 		--suppress=identicalInnerCondition --error-exitcode=1 csrc
 	@set -e; for cc in gcc clang; do for lua in 5.4 luajit; do \
 		$(MAKE) -s --no-print-directory CC=$$cc LUA=$$lua lint-syntax; done; done
@@ -308,7 +309,7 @@ clean:
 
 help:
 	@printf '%s\n' \
-	  'make [LUA=luajit]      build into build/ (Lua 5.4 by default); WITH_REDIS=0|1' \
+	  'make [LUA=luajit]      build into build/ (Lua 5.4 by default); WITH_REDIS=0|1 WITH_ZOOKEEPER=0|1' \
 	  'make demo [ARGS=...]   see it work' \
 	  'make test              both Luas; SPEC=spec/01-unit LUAS=5.4 narrow it down' \
 	  'make soak              the same at full length' \

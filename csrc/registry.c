@@ -9,6 +9,9 @@ const struct dlk_backend *const dlk_backends[] = {
 #ifdef DLK_WITH_REDIS
     &dlk_redis_backend,
 #endif
+#ifdef DLK_WITH_ZOOKEEPER
+    &dlk_zookeeper_backend,
+#endif
     NULL,
 };
 
@@ -24,7 +27,9 @@ static const struct {
     {"redis-sentinel", LATER},
     {"redis-cluster", LATER},
     {"redlock", LATER},
-    {"zookeeper", LATER},
+    {"zookeeper", "needs dlock built with libzookeeper (Debian: libzookeeper-mt-dev; WITH_ZOOKEEPER=1)"},
+    {"zookeepers", "TLS is not supported for ZooKeeper: run a TLS tunnel (stunnel, socat) on this "
+                   "machine and use zookeeper:// to it"},
     {"etcd", LATER},
     {"etcds", LATER},
 };

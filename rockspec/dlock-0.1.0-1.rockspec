@@ -5,18 +5,19 @@ source = {
   url = "dlock-0.1.0.tar.gz", -- next to this file, as a rock server has it
 }
 description = {
-  summary = "One lock among many processes, over file locks or Redis",
+  summary = "One lock among many processes, over file locks, Redis or ZooKeeper",
   detailed = [[
 Distributed locks for Lua 5.4 and LuaJIT: exclusion with fencing tokens, leases
 kept alive from a thread, loss noticed before the lease ends, and a command that
-runs other commands under a lock. Backends: kernel file locks (no server needed)
-and Redis or Valkey.
+runs other commands under a lock. Backends: kernel file locks (no server needed),
+Redis or Valkey, and ZooKeeper.
 
-The Redis backend is built when hiredis is found; WITH_REDIS=1 in the environment
-insists on it, WITH_REDIS=0 leaves it out.
+The Redis backend is built when hiredis is found, the ZooKeeper one when
+libzookeeper-mt is; WITH_REDIS=1 or WITH_ZOOKEEPER=1 in the environment insists on
+it, =0 leaves it out.
 ]],
   license = "MIT",
-  labels = { "lock", "mutex", "distributed", "redis" },
+  labels = { "lock", "mutex", "distributed", "redis", "zookeeper" },
 }
 supported_platforms = { "linux" }
 dependencies = { "lua >= 5.1, < 5.5" } -- 5.4, or LuaJIT (which says 5.1)

@@ -20,4 +20,10 @@ M["local"] = {
 
 M.redis = { start = function() return require("spec.support.redis").start() end }
 
+M.zookeeper = {
+  start = function() return require("spec.support.zookeeper").start() end,
+  -- Two spellings of one path: the slash in front may be left out.
+  same = { ["/a"] = "a" },
+}
+
 return M
