@@ -30,6 +30,17 @@ describe("examples/", function()
     end
   end
 
+  it("06: stands in a line on ZooKeeper", function()
+    if not (" " .. table.concat(core.backends(), " ") .. " "):find " zookeeper " then return end
+    local server = require("spec.support.zookeeper").start()
+    local status, out = example("06-zookeeper-line.lua", server.url)
+    server:stop()
+    has_lines(out, "ours for %d+%.%d s at a time, of a session of 10 s; token %d+\n",
+      "another client: held by .-\n", "held by .-, 0 waiting\n", "released: true\n",
+      "the next token is larger: true\n")
+    assert.equal(0, status)
+  end)
+
   it("02: tells a run, a refusal, a loss and an error apart", function()
     local status, out = example "02-guarded-function.lua"
     has_lines(out, "a payment: paid 100 under token %d+\n",
