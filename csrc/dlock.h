@@ -40,6 +40,7 @@ struct dlock_config {
   int64_t connect_timeout_ms;
   int zk_dialect;         /* ZooKeeper: 0 curator, 1 kazoo, 2 both */
   bool events;            /* somebody reads events; else only notices are kept */
+  unsigned local_handover; /* hand-overs inside the process in a row */
 };
 
 /* Parses the URL and prepares the backend; no connection is made yet.
@@ -66,6 +67,7 @@ struct dlock_acquire {
 /* NULL: out of memory. */
 dlock_op *dlock_acquire(dlock_client *c, const struct dlock_acquire *a);
 
+/* Neither blocking nor a bell: nobody waits for the outcome. */
 struct dlock_how {
   int64_t timeout_ms;
   bool blocking;
@@ -86,6 +88,7 @@ dlock_op *dlock_ask(dlock_client *c, enum dlock_query q, const char *key, size_t
 bool dlock_op_wait(dlock_op *op, int64_t ms);
 void dlock_op_cancel(dlock_op *op);
 void dlock_op_unref(dlock_op *op); /* cancels it when nobody else has it */
+uint64_t dlock_op_id(const dlock_op *op); /* never used twice in a process */
 enum dlock_err dlock_op_err(const dlock_op *op);
 const char *dlock_op_msg(const dlock_op *op);
 dlock_lock *dlock_op_lock(dlock_op *op); /* acquire: takes the lock over; once */
@@ -167,10 +170,20 @@ struct dlock_stats {
 };
 void dlock_client_stats(dlock_client *c, struct dlock_stats *out);
 
-/* A doorbell: a descriptor that is readable after an operation ended. */
+/* A doorbell: a descriptor that is readable after an operation ended. When it
+ * is: drain, then take the ids of the ended operations until there is none. */
 dlock_bell *dlock_bell_new(void);
-int dlock_bell_fd(dlock_bell *b); /* another one in a forked child */
+/* One that is a stream socket, for event loops which can only read sockets: */
+dlock_bell *dlock_bell_new_socket(void);
+/* the path to connect to; the message when there can be none; */
+const char *dlock_bell_listen(dlock_bell *b, char msg[DLOCK_MSG_MAX]);
+/* after that connect: whether this process itself was the peer. */
+bool dlock_bell_accept(dlock_bell *b);
+void dlock_bell_hang_up(dlock_bell *b);
+int dlock_bell_fd(dlock_bell *b); /* another one in a forked child; -1: nobody is connected */
 void dlock_bell_drain(dlock_bell *b);
+uint64_t dlock_bell_next(dlock_bell *b); /* 0: none */
+void dlock_bell_nudge(dlock_bell *b);    /* rings it without an operation */
 void dlock_bell_unref(dlock_bell *b);
 
 #endif

@@ -15,8 +15,6 @@ enum { RENEW_PART = 3, RENEW_TRY_PART = 6 };
 /* Keys in one renewal: a batch of 64 takes the server 0.12 ms, one of 1,000 stops
  * it for 1.9 ms (csrc/README.md). */
 enum { RENEW_BATCH = 64 };
-/* Hand-overs inside the process before the key is offered to others. */
-enum { HAND_OVER_MAX = 8 };
 /* Locks that are held for longer than this are watched for removal (a process-
  * bound backend's guard); for shorter ones the watch would cost more than the lock. */
 enum { GUARD_AFTER_MS = 50 };
@@ -792,7 +790,7 @@ static struct dlk_lock *find_heir(const struct dlk_lock *l) {
   struct dlk_lock *h = q ? q->first : NULL;
   bool fits = h && (l->client->be->caps & DLK_CAP_HAND_OVER) && h->state == DLK_WAITING && !h->call &&
               h->g.ttl_ms == l->g.ttl_ms && h->item.mode == l->item.mode && !h->again &&
-              q->handed < HAND_OVER_MAX && !l->client->closed;
+              q->handed < l->client->cfg.local_handover && !l->client->closed;
   return fits ? h : NULL;
 }
 

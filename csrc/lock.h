@@ -71,6 +71,7 @@ enum dlk_op_kind { DLK_OP_ACQUIRE, DLK_OP_RELEASE, DLK_OP_EXTEND, DLK_OP_LOST, D
 
 struct dlk_op {
   int refs;
+  uint64_t id;
   enum dlk_op_kind kind;
   struct dlk_client *client;
   struct dlk_lock *lock;
@@ -82,6 +83,7 @@ struct dlk_op {
   char msg[DLOCK_MSG_MAX];
   struct dlk_lane *lane; /* while the waiting thread must drive it */
   struct dlk_bell *bell;
+  struct dlk_op *bell_next, **bell_link; /* among the bell's ended ones */
   pthread_cond_t cond;
   struct dlk_info *info;
   int64_t timeout_ms;
@@ -218,6 +220,11 @@ void dlk_op_put(struct dlk_op *op); /* mutex held: drop one reference */
 /* Starts op's call: on a lane when the caller blocks and the backend has lanes,
  * else as a task of the loop. Mutex held on entry, not held on return. */
 void dlk_op_launch(struct dlk_op *op, struct dlk_call *call);
+
+/* bell.c; mutex held, but for ref */
+void dlk_bell_ref(struct dlk_bell *b);
+void dlk_bell_ring(struct dlk_bell *b, struct dlk_op *op);
+void dlk_bell_forget(struct dlk_bell *b, struct dlk_op *op);
 
 /* lock.c */
 void dlk_lock_put(struct dlk_lock *l); /* mutex held */

@@ -32,7 +32,8 @@ static int64_t ms_field(lua_State *L, int at, const char *name) {
 /*** Prepare a client; nothing is connected yet.
 @function connect
 @tparam table cfg `url`, `namespace`, `owner`, `username`, `password`, `ttl`, `timeout`,
-  `connect_timeout`, `zk_dialect`; `on_event`, whose presence says that events are read
+  `connect_timeout`, `zk_dialect`, `local_handover`; `on_event`, whose presence says that
+  events are read
 @treturn[1] userdata client
 @treturn[2] nil
 @treturn[2] string message
@@ -51,6 +52,8 @@ int dlk_lua_connect(lua_State *L) {
   cfg.connect_timeout_ms = ms_field(L, 1, "connect_timeout");
   const char *dialect = text_field(L, 1, "zk_dialect", NULL);
   cfg.zk_dialect = !dialect ? 0 : !strcmp(dialect, "both") ? 2 : !strcmp(dialect, "kazoo");
+  lua_getfield(L, 1, "local_handover");
+  cfg.local_handover = (unsigned)luaL_optnumber(L, -1, 8);
   lua_getfield(L, 1, "on_event");
   cfg.events = !lua_isnil(L, -1);
   luaL_argcheck(L, cfg.url, 1, "no url");

@@ -62,62 +62,12 @@ int dlk_lua_fail(lua_State *L, enum dlock_err e, const char *msg) {
   return 3;
 }
 
-dlock_bell *dlk_lua_opt_bell(lua_State *L, int at) {
-  if (lua_isnoneornil(L, at)) return NULL;
-  dlock_bell **box = luaL_checkudata(L, at, DLK_MT_BELL);
-  luaL_argcheck(L, *box, at, "the bell is closed");
-  return *box;
-}
-
 struct dlock_how dlk_lua_how(lua_State *L, int at) {
   struct dlock_how how = {.timeout_ms = dlk_lua_ms(luaL_checknumber(L, at))};
   how.bell = dlk_lua_opt_bell(L, at + 1);
-  how.blocking = !how.bell;
+  how.blocking = lua_isnoneornil(L, at + 1);
   return how;
 }
-
-/* ---- the doorbell ---- */
-
-/*** A doorbell for runtimes that wait on descriptors.
-@function bell
-@treturn[1] userdata bell with `fd()` (readable after an operation that was given
-  it has ended) and `drain()`
-@treturn[2] nil
-@treturn[2] string message
-@treturn[2] string code: `nomem` */
-static int bell_lua_new(lua_State *L) {
-  dlock_bell **box = dlk_lua_box(L, sizeof *box, DLK_MT_BELL);
-  *box = dlock_bell_new();
-  return *box ? 1 : dlk_lua_fail(L, DLOCK_E_NOMEM, "no memory or descriptor for a bell");
-}
-
-/*** @function bell:fd
-@treturn number descriptor, readable while the bell is rung; not the caller's to close */
-static int bell_lua_fd(lua_State *L) {
-  luaL_checkudata(L, 1, DLK_MT_BELL);
-  lua_pushinteger(L, dlock_bell_fd(dlk_lua_opt_bell(L, 1)));
-  return 1;
-}
-
-/*** Make it silent again, before looking at the operations.
-@function bell:drain */
-static int bell_lua_drain(lua_State *L) {
-  luaL_checkudata(L, 1, DLK_MT_BELL);
-  dlock_bell_drain(dlk_lua_opt_bell(L, 1));
-  return 0;
-}
-
-static int bell_lua_gc(lua_State *L) {
-  dlock_bell **box = luaL_checkudata(L, 1, DLK_MT_BELL);
-  dlock_bell *b = *box;
-  *box = NULL;
-  if (b) dlock_bell_unref(b);
-  return 0;
-}
-
-static const luaL_Reg bell_meta[] = {{"__gc", bell_lua_gc}, {"__close", bell_lua_gc}, {NULL, NULL}};
-static const luaL_Reg bell_methods[] = {
-    {"fd", bell_lua_fd}, {"drain", bell_lua_drain}, {NULL, NULL}};
 
 /* ---- the module ---- */
 
@@ -176,7 +126,7 @@ static void push_codes(lua_State *L) {
 }
 
 static const luaL_Reg core_functions[] = {{"connect", dlk_lua_connect},
-                                          {"bell", bell_lua_new},
+                                          {"bell", dlk_lua_bell},
                                           {"backends", core_lua_backends},
                                           {"now", core_lua_now},
                                           {"sleep", core_lua_sleep},
@@ -191,7 +141,7 @@ int luaopen_dlock_core(lua_State *L) {
   dlk_lua_client_class(L);
   dlk_lua_lock_class(L);
   dlk_lua_op_class(L);
-  dlk_lua_class(L, DLK_MT_BELL, bell_meta, bell_methods);
+  dlk_lua_bell_class(L);
   luaL_newlib(L, core_functions);
   lua_pushstring(L, DLOCK_VERSION);
   lua_setfield(L, -2, "version");

@@ -23,6 +23,8 @@ int dlk_lua_connect(lua_State *L);
 void dlk_lua_client_class(lua_State *L);
 void dlk_lua_lock_class(lua_State *L);
 void dlk_lua_op_class(lua_State *L);
+int dlk_lua_bell(lua_State *L);
+void dlk_lua_bell_class(lua_State *L);
 
 /* An empty box of `size` bytes with metatable `name`, on the stack. */
 void *dlk_lua_box(lua_State *L, size_t size, const char *name);
@@ -38,8 +40,8 @@ void dlk_lua_push_token_text(lua_State *L, uint64_t token);
 /* nil, message, code; returns 3. msg NULL or "": the code's own text. */
 int dlk_lua_fail(lua_State *L, enum dlock_err e, const char *msg);
 
-/* Arguments `at` (seconds for one request) and `at` + 1 (bell or none: then the
- * operation is driven by whoever waits for it). */
+/* Arguments `at` (seconds for one request) and `at` + 1 (bell; none: the
+ * operation is driven by whoever waits for it; false: nobody waits for it). */
 struct dlock_how dlk_lua_how(lua_State *L, int at);
 dlock_bell *dlk_lua_opt_bell(lua_State *L, int at);
 

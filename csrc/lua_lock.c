@@ -16,7 +16,7 @@ dlock_lock **dlk_lua_new_lock(lua_State *L) {
 /*** Start the release.
 @function lock:release
 @tparam number timeout seconds for one request
-@tparam[opt] userdata bell
+@tparam[opt] userdata|boolean bell, or false: nobody waits
 @treturn userdata operation; its result is true */
 static int lock_lua_release(lua_State *L) {
   dlock_lock *l = lock_check(L);
@@ -29,7 +29,7 @@ static int lock_lua_release(lua_State *L) {
 @function lock:extend
 @tparam number ttl seconds; 0 renews by the present ttl
 @tparam number timeout seconds for one request
-@tparam[opt] userdata bell
+@tparam[opt] userdata|boolean bell, or false: nobody waits
 @treturn userdata operation; its result is true */
 static int lock_lua_extend(lua_State *L) {
   dlock_lock *l = lock_check(L);
@@ -43,7 +43,7 @@ static int lock_lua_extend(lua_State *L) {
 no longer held.
 @function lock:until_lost
 @tparam number timeout seconds for one request
-@tparam[opt] userdata bell
+@tparam[opt] userdata|boolean bell, or false: nobody waits
 @treturn userdata operation */
 static int lock_lua_until_lost(lua_State *L) {
   dlock_lock *l = lock_check(L);

@@ -29,6 +29,14 @@ static int op_lua_wait(lua_State *L) {
   return 1;
 }
 
+/*** A number that no other operation of this process has; see `bell:next`.
+@function op:id
+@treturn number */
+static int op_lua_id(lua_State *L) {
+  lua_pushnumber(L, (lua_Number)dlock_op_id(op_check(L)->op));
+  return 1;
+}
+
 /* Strings that the backend left out become absent fields. */
 static void set_text(lua_State *L, const char *name, const char *text) {
   if (!text) return;
@@ -115,6 +123,7 @@ static int op_lua_gc(lua_State *L) {
  * one that came to its end lets go of it without waiting for a collection. */
 static const luaL_Reg op_meta[] = {{"__gc", op_lua_gc}, {"__close", op_lua_gc}, {NULL, NULL}};
 static const luaL_Reg op_methods[] = {{"wait", op_lua_wait},
+                                      {"id", op_lua_id},
                                       {"result", op_lua_result},
                                       {"cancel", op_lua_cancel},
                                       {"close", op_lua_gc},

@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "lock.h"
@@ -14,66 +13,7 @@ enum { SLICE_MS = 100 };
 
 #define OP_OF(t) ((struct dlk_op *)((char *)(t)-offsetof(struct dlk_op, task)))
 
-struct dlk_bell {
-  int refs; /* atomic */
-  int fd;   /* mutex, with the generation that it belongs to */
-  unsigned generation;
-};
-
-dlock_bell *dlock_bell_new(void) {
-  struct dlk_bell *b = calloc(1, sizeof *b);
-  if (!b)
-    return NULL;
-  b->refs = 1;
-  b->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (b->fd < 0) {
-    free(b);
-    return NULL;
-  }
-  dlk_fd_own(b->fd);
-  b->generation = dlk_generation();
-  return b;
-}
-
-/* A forked child closed its copy: the number may be another file's by now, so
- * the bell gets a descriptor of its own before it is used. Mutex held. */
-static int bell_fd(struct dlk_bell *b) {
-  if (b->generation != dlk_generation()) {
-    b->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    dlk_fd_own(b->fd);
-    b->generation = dlk_generation();
-  }
-  return b->fd;
-}
-
-int dlock_bell_fd(dlock_bell *b) {
-  dlk_enter();
-  int fd = bell_fd(b);
-  dlk_leave();
-  return fd;
-}
-
-void dlock_bell_drain(dlock_bell *b) {
-  uint64_t n;
-  if (read(dlock_bell_fd(b), &n, sizeof n) < 0) {
-    /* EAGAIN: it was not rung. */
-  }
-}
-
-static void bell_ring(struct dlk_bell *b) {
-  uint64_t one = 1;
-  if (write(bell_fd(b), &one, sizeof one) < 0) {
-    /* EAGAIN: it is rung already. */
-  }
-}
-
-void dlock_bell_unref(dlock_bell *b) {
-  if (!b || __atomic_sub_fetch(&b->refs, 1, __ATOMIC_ACQ_REL) > 0)
-    return;
-  if (b->generation == dlk_generation())
-    dlk_fd_close(b->fd);
-  free(b);
-}
+static uint64_t last_id; /* mutex */
 
 struct dlk_op *dlk_op_new(struct dlk_client *c, enum dlk_op_kind kind, bool blocking,
                           struct dlk_bell *bell) {
@@ -87,10 +27,11 @@ struct dlk_op *dlk_op_new(struct dlk_client *c, enum dlk_op_kind kind, bool bloc
   op->blocking = blocking;
   op->bell = bell;
   if (bell)
-    __atomic_add_fetch(&bell->refs, 1, __ATOMIC_RELAXED);
+    dlk_bell_ref(bell);
   op->started_us = dlk_now_us();
   pthread_cond_init(&op->cond, NULL);
   dlk_enter();
+  op->id = ++last_id;
   dlk_client_ref(c);
   dlk_leave();
   return op;
@@ -103,6 +44,8 @@ void dlk_op_put(struct dlk_op *op) {
     dlk_lock_put(op->lock);
   dlk_client_unref(op->client);
   dlk_info_free(op->info);
+  if (op->bell)
+    dlk_bell_forget(op->bell, op);
   dlock_bell_unref(op->bell);
   pthread_cond_destroy(&op->cond);
   free(op);
@@ -121,7 +64,7 @@ void dlk_op_finish(struct dlk_op *op, enum dlock_err e, const char *fmt, ...) {
   op->done = true;
   pthread_cond_broadcast(&op->cond);
   if (op->bell && op->generation == dlk_generation())
-    bell_ring(op->bell);
+    dlk_bell_ring(op->bell, op);
 }
 
 /* ---- running a call for an operation ---- */
@@ -301,6 +244,7 @@ void dlock_op_unref(dlock_op *op) {
   }
 }
 
+uint64_t dlock_op_id(const dlock_op *op) { return op->id; }
 enum dlock_err dlock_op_err(const dlock_op *op) { return op->err; }
 const char *dlock_op_msg(const dlock_op *op) { return op->msg[0] ? op->msg : dlock_err_text(op->err); }
 const struct dlk_info *dlock_op_info(const dlock_op *op) { return op->info; }
