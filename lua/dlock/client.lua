@@ -7,6 +7,7 @@
 -- Keys are strings of any bytes; with the namespace they have 1 .. 4096 bytes.
 -- @classmod dlock.client
 
+local abort = require "dlock.abort"
 local core = require "dlock.core"
 local lock = require "dlock.lock"
 local options = require "dlock.options"
@@ -15,7 +16,7 @@ local wait = require "dlock.wait"
 
 local huge = math.huge
 local running, status = coroutine.running, coroutine.status
-local await, guarded = wait.await, wait.guarded
+local await, begin, guarded = wait.await, wait.begin, wait.guarded
 local now = core.now
 
 -- Most events given to on_event in one call: one that locks makes new ones.
@@ -36,7 +37,10 @@ local function new(handle, opts, runtime)
     _runtime = runtime,
     _on_event = opts.on_event,
   }, Client)
-  if opts.on_event then self._between = function() self:_deliver() end end
+  if opts.on_event then
+    self._between = function() self:_deliver() end
+    if runtime.attach then runtime.attach(self) end
+  end
   return self
 end
 
@@ -93,7 +97,9 @@ function Client:_deliver()
 end
 
 local function try(self, key, o, seconds)
-  local op, msg, code = self._handle:acquire(key, o, seconds, self._runtime.bell)
+  local ok, bell, why = begin(self._runtime)
+  if not ok then return nil, bell, why end
+  local op, msg, code = self._handle:acquire(key, o, seconds, bell)
   if not op then return nil, msg, code end
   return await(self._runtime, op, huge, self._between)
 end
@@ -130,8 +136,10 @@ local function acquire(self, key, o)
   if transient[code] and o.wait > 0 then
     grant, msg, code = keep_trying(self, key, o, began, msg, code)
   end
-  if grant then return lock.new(self, key, grant, o.timeout) end
-  return nil, msg, code
+  if not grant then return nil, msg, code end
+  local held = lock.new(self, key, grant, o.timeout)
+  if self._runtime.remember then self._runtime.remember(held) end
+  return held
 end
 
 --- Take a lock.
@@ -183,14 +191,20 @@ end
 local function with(self, key, opts, fn, ...)
   check(self, 2)
   check_key(self, "key", key, 2)
-  local o = options.resolve("acquire", opts, self._opts, 2)
+  local o = options.resolve("with", opts, self._opts, 2)
   if type(fn) ~= "function" then
     error("fn must be a function, got " .. options.got(fn), 2)
   end
   if self._closed then return closed() end
-  local held, msg, code = acquire(self, key, o)
+  local held, msg, code, run
+  if o.abort_on_lost then
+    run, msg, code = abort.runner(self._runtime)
+    if not run then return nil, msg, code end
+  end
+  held, msg, code = acquire(self, key, o)
   self:_deliver()
   if not held then return nil, msg, code end
+  if run then return guarded(held, finish, run, fn, ...) end
   return guarded(held, finish, fn, ...)
 end
 
@@ -202,13 +216,15 @@ end
 -- @function Client:with
 -- @tparam string key
 -- @tparam[opt] table opts as for `acquire`; may be left out
+-- @tparam[opt=false] boolean opts.abort_on_lost stop the function when the lock is lost, instead of
+--   telling it afterwards: see `dlock.abort`
 -- @tparam function fn called as `fn(lock, ...)`
 -- @param ... further arguments for fn
 -- @treturn[1] boolean true, followed by what the function returned
 -- @treturn[2] nil
 -- @treturn[2] string message
--- @treturn[2] string code: `lost`, followed by what the function returned; or a code of `acquire`:
---   the function was not called
+-- @treturn[2] string code: `lost`, followed by what the function returned; or a code of `acquire`
+--   or `unsupported` (no `abort_on_lost` here): the function was not called
 -- @raise the function's error; misuse as for `acquire`; `fn must be a function, got ...`
 -- @usage local ok, result, code = client:with("order:42", { wait = 2 }, function(lock)
 --   return ship(42, lock.token_string)
@@ -221,7 +237,9 @@ end
 
 local function ask(self, kind, key)
   if self._closed then return closed() end
-  local op, msg, code = self._handle:ask(kind, key, self._opts.timeout, self._runtime.bell)
+  local ok, bell, why = begin(self._runtime)
+  if not ok then return nil, bell, why end
+  local op, msg, code = self._handle:ask(kind, key, self._opts.timeout, bell)
   local info
   if op then info, msg, code = await(self._runtime, op, huge, self._between) end
   self:_deliver()
@@ -332,7 +350,8 @@ function Client:poll()
 end
 
 --- Release every lock of this client and let go of its connections. Returns after `timeout` seconds
--- at the latest. Again: does nothing.
+-- at the latest; at once where the runtime cannot wait, and the rest is done in the background.
+-- Again: does nothing.
 -- @treturn[1] boolean true
 -- @treturn[2] nil
 -- @treturn[2] string message
@@ -343,10 +362,14 @@ function Client:close()
   check(self, 2)
   if self._closed then return true end
   self._closed = true
-  local op, msg, code = self._handle:close_op(self._runtime.bell)
+  local can, bell = begin(self._runtime)
+  local op, msg, code = self._handle:close_op(can and bell or nil)
   local ok
-  if op then
+  if op and can then
     ok, msg, code = await(self._runtime, op, self._opts.timeout, self._between)
+  elseif op then
+    op:close()
+    ok = true
   end
   self:_deliver()
   if ok == false then

@@ -35,7 +35,8 @@ local M = {
   -- * `auth`: credentials or rights refused
   -- * `foreign`: the key holds something that is not this kind of lock
   -- * `protocol`: the backend answered nonsense
-  -- * `unsupported`: this backend, build or file system cannot do it; the message says what can
+  -- * `unsupported`: this backend, build, file system or nginx phase cannot do it; the message says
+  --   what can
   -- * `canceled`, `closed`, `nomem`: as they say
   codes = core.codes,
   --- The retry policies: the module `dlock.retry`.
@@ -44,7 +45,8 @@ local M = {
 
 --- What `on_event` gets. Events are queued by dlock (at most a bounded number: `events_dropped` of
 -- `client:stats` counts what was dropped) and given to `on_event` inside calls on the client or
--- its locks, during their waits too. An error in `on_event` is reported to it, once, as a `notice`.
+-- its locks, during their waits too, and now and then by the runtimes for event loops. An error in
+-- `on_event` is reported to it, once, as a `notice`.
 -- @table event
 -- @field type `acquired`, `released`, `lost`, `renew_failed` (validity is not over yet), `leaked`
 --   (a held lock was collected) or `notice`
@@ -55,6 +57,11 @@ local M = {
 -- @field reason why it was lost, as from `lock:lost_reason`
 -- @field message for people, may change
 -- @field time seconds since 1970
+
+local function default_runtime()
+  local ngx = rawget(_G, "ngx")
+  return type(ngx) == "table" and ngx.get_phase and "ngx" or "thread"
+end
 
 --- Make a client. Opens nothing yet: `client:ping` checks the server.
 -- @tparam string url `local:`, `local:///dir`, `redis://[user:password@]host[:port][/db]`,
@@ -79,7 +86,10 @@ local M = {
 -- @tparam[opt] function opts.on_event called with an @{event}
 -- @tparam[opt="curator"] string opts.zk_dialect on ZooKeeper, whose locks ours stand in one line
 --   with: `curator` (and Go's), `kazoo`, or `both`
--- @tparam[opt="thread"] string|table opts.runtime how Lua waits: see `dlock.runtime.thread`
+-- @tparam[opt=8] number opts.local_handover how often in a row a lock goes from one waiter of this
+--   process to the next before other processes get their turn, 0 .. 1000000
+-- @tparam[opt] string|table opts.runtime how Lua waits: `"thread"`, `"ngx"`, `"cqueues"`, `"luv"` or
+--   one of your own (see `dlock.runtime.thread`); default `"ngx"` inside nginx, else `"thread"`
 -- @treturn[1] dlock.client client
 -- @treturn[2] nil
 -- @treturn[2] string message, for people, may change
@@ -91,7 +101,7 @@ function M.connect(url, opts)
   if url == M then error("call it as dlock.connect(url, opts), with a dot", 2) end
   options.argument("url", url, 2)
   local o = options.resolve("connect", opts, nil, 2)
-  local runtime = o.runtime
+  local runtime = o.runtime or default_runtime()
   if type(runtime) == "string" then runtime = require("dlock.runtime." .. runtime) end
   o.url = url
   local handle, msg, code, misuse = core.connect(o)

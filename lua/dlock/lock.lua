@@ -12,7 +12,7 @@ local options = require "dlock.options"
 local wait = require "dlock.wait"
 
 local huge = math.huge
-local await = wait.await
+local await, begin = wait.await, wait.begin
 
 local Lock = {}
 Lock.__index = Lock
@@ -51,18 +51,38 @@ local function new(client, key, grant, timeout)
 end
 
 -- Starts an operation by the grant's method and waits for it.
-local function perform(self, seconds, method, ...)
-  local client = self._client
-  local op, msg, code = self._grant[method](self._grant, ...)
+local function perform(self, seconds, method, ttl)
+  local client, grant = self._client, self._grant
+  local op
+  local ok, bell, code = begin(client._runtime)
+  if not ok then return nil, bell, code end
+  local msg
+  if ttl then
+    op, msg, code = grant[method](grant, ttl, self._timeout, bell)
+  else
+    op, msg, code = grant[method](grant, self._timeout, bell)
+  end
   if not op then return nil, msg, code end
-  local ok
   ok, msg, code = await(client._runtime, op, seconds, client._between)
   client:_deliver()
   return ok, msg, code
 end
 
+-- The release where nothing can wait: it is sent, and nobody looks at the answer.
+local function send_release(self)
+  local op, msg, code = self._grant:release(self._timeout, false)
+  if not op then return nil, msg, code end
+  local ok = true
+  if op:wait(0) then ok, msg, code = op:result() end
+  op:close()
+  self._client:_deliver()
+  return ok, msg, code
+end
+
 --- Give it back. Returns at the latest after the request's `timeout`; if the server has not
 -- answered by then, dlock goes on trying in the background, and the event `released` tells the end.
+-- Where the runtime cannot wait (nginx: header_filter, body_filter, log, ...) it returns at once,
+-- and the rest is done in the background.
 -- @treturn[1] boolean true: it was ours without a gap from acquire to release
 -- @treturn[2] nil
 -- @treturn[2] string message, for people, may change
@@ -71,7 +91,14 @@ end
 -- @raise `expected a lock, got ...`
 function Lock:release()
   check(self, 2)
-  local ok, msg, code = perform(self, huge, "release", self._timeout, self._client._runtime.bell)
+  local runtime = self._client._runtime
+  local ok, msg, code
+  if begin(runtime) then
+    ok, msg, code = perform(self, huge, "release")
+  else
+    ok, msg, code = send_release(self)
+  end
+  if runtime.forget then runtime.forget(self) end
   return ok, msg, code
 end
 
@@ -87,8 +114,7 @@ end
 function Lock:extend(ttl)
   check(self, 2)
   if ttl ~= nil then options.argument("ttl", ttl, 2) end
-  local ok, msg, code = perform(self, huge, "extend", ttl or 0, self._timeout,
-    self._client._runtime.bell)
+  local ok, msg, code = perform(self, huge, "extend", ttl or 0)
   -- Without an answer too: renewals go on by the new one.
   self.ttl = self._grant:ttl()
   return ok, msg, code
@@ -167,8 +193,7 @@ end
 function Lock:wait_lost(timeout)
   check(self, 2)
   timeout = options.argument("wait_lost", timeout, 2, "timeout")
-  local done, msg, code = perform(self, timeout, "until_lost", self._timeout,
-    self._client._runtime.bell)
+  local done, msg, code = perform(self, timeout, "until_lost")
   if done == false then return nil, "the lock is still held", "timeout" end
   local reason = self._grant:lost_reason()
   if reason then return reason end

@@ -22,8 +22,10 @@ local function is_policy(v)
   return v == false or type(v) == "function" or type(v) == "table" and type(v.start) == "function"
 end
 
+local runtimes = { thread = true, ngx = true, cqueues = true, luv = true }
+
 local function is_runtime(v)
-  return v == "thread"
+  return runtimes[v]
     or type(v) == "table" and type(v.wait) == "function" and type(v.sleep) == "function"
 end
 
@@ -56,8 +58,10 @@ local rules = {
   { name = "zk_dialect", type = "string", choices = { "curator", "kazoo", "both" },
     connect = true },
   { name = "on_event", type = "function", connect = true },
-  { name = "runtime", check = is_runtime, default = "thread", connect = true,
-    text = [["thread" or a table with the functions wait and sleep]] },
+  { name = "runtime", check = is_runtime, connect = true,
+    text = [["thread", "ngx", "cqueues", "luv" or a table with the functions wait and sleep]] },
+  { name = "local_handover", type = "number", min = 0, max = 1e6, default = 8, connect = true },
+  { name = "abort_on_lost", type = "boolean", with = true },
   -- Single arguments, not options.
   { name = "url", type = "string", min = 1, max = 65536, pattern = "%z", without = "NUL",
     secret = true, argument = true },
@@ -83,11 +87,12 @@ local rules = {
 
 -- by_name: name -> rule. allowed: where -> list of rules.
 local by_name, allowed = {}, {}
-for _, where in ipairs { "connect", "acquire", "constant", "linear", "exponential" } do
+for _, where in ipairs { "connect", "acquire", "with", "constant", "linear", "exponential" } do
   allowed[where] = {}
 end
 for _, rule in ipairs(rules) do
   by_name[rule.name] = rule
+  rule.with = rule.with or rule.acquire
   for where, list in pairs(allowed) do
     if rule[where] then list[#list + 1] = rule end
   end

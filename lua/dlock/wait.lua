@@ -17,6 +17,22 @@ local SLICE = 0.1
 
 local M = {}
 
+--- To be called before an operation is started that somebody will wait for.
+-- @tparam table runtime
+-- @treturn[1] boolean true
+-- @treturn[1] ?userdata bell, to be given to the operation
+-- @treturn[2] nil
+-- @treturn[2] string message
+-- @treturn[2] string code: `unsupported` where the runtime cannot wait, ...
+function M.begin(runtime)
+  local bell = runtime.bell
+  if type(bell) ~= "function" then return true, bell end
+  local msg, code
+  bell, msg, code = bell()
+  if bell then return true, bell end
+  return nil, msg, code
+end
+
 local function drive(runtime, op, seconds, between)
   local deadline = seconds == huge and huge or now() + seconds
   local slice = between and SLICE or huge

@@ -20,7 +20,7 @@ describe("dlock.options", function()
       local o = resolve(nil)
       assert.are.same({
         ttl = 30, wait = 10, renew = true, max_hold = math.huge, timeout = 2,
-        connect_timeout = 2, namespace = "", runtime = "thread",
+        connect_timeout = 2, namespace = "", local_handover = 8,
       }, o)
     end)
 
@@ -180,10 +180,13 @@ describe("dlock.options", function()
     end
   end)
 
-  it("takes \"thread\" and tables with wait and sleep as runtime", function()
+  it("takes the names of runtimes and tables with wait and sleep as runtime", function()
     local runtime = { wait = function() end, sleep = function() end }
     assert.are.equal(runtime, resolve({ runtime = runtime }).runtime)
-    for _, v in ipairs { "ngx", {}, { wait = print }, 1 } do
+    for _, name in ipairs { "thread", "ngx", "cqueues", "luv" } do
+      assert.are.equal(name, resolve({ runtime = name }).runtime)
+    end
+    for _, v in ipairs { "nginx", {}, { wait = print }, 1 } do
       assert.truthy(complaint(resolve, { runtime = v }):find("^opts.runtime must be "))
     end
   end)
