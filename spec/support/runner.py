@@ -4,7 +4,8 @@ time limit: spec files (busted), which run the examples too, and C programs
 (spec/c). Two for each core run at a time.
 The last line is `N passed, N failed`, summed over everything.
 
-A file may ask for more time in one of its first lines: `time limit: 300 s`.
+A file may ask for more time in one of its first lines: `time limit: 300 s`; or
+for one Lua: `only on luajit`.
 """
 import argparse
 import glob
@@ -96,10 +97,13 @@ def environment(job, under, out):
     return env
 
 
+def head(path):
+    with open(f"{ROOT}/{path}", errors="replace") as f:
+        return "".join(f.readline() for _ in range(8))
+
+
 def time_limit(job, under):
-    with open(f"{ROOT}/{job.path}", errors="replace") as f:
-        head = "".join(f.readline() for _ in range(8))
-    asked = re.search(r"time limit: (\d+) s", head)
+    asked = re.search(r"time limit: (\d+) s", head(job.path))
     base = int(asked.group(1)) if asked else 120
     return base * SLACK[under] * (20 if SCALE > 0.5 else 1)
 
@@ -229,7 +233,9 @@ def discover(luas, under, only):
         own = luas if os.path.basename(path).startswith("lua_") else luas[:1]
         jobs += [Job(path, lua if own is luas else None, "c", prefix + lua) for lua in own]
     for path in found("spec/0*/**/*_spec.lua"):
-        jobs += [Job(path, lua, "spec", prefix + lua) for lua in luas]
+        only_on = re.search(r"only on (luajit|5\.4)", head(path))
+        jobs += [Job(path, lua, "spec", prefix + lua) for lua in luas
+                 if not only_on or lua == only_on.group(1)]
     return jobs
 
 
