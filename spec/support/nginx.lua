@@ -73,7 +73,8 @@ function Server:launch()
     PORT = tostring(self.port), WORKERS = tostring(self.opts.workers or 2),
     MAIN = self.opts.main or "", HTTP = self.opts.http or "", SERVER = self.opts.server or "",
   }
-  helpers.write_file(self.dir .. "/nginx.conf", (CONF:gsub("%%(%u+)%%", values)))
+  local conf = CONF:gsub("%%(%u+)%%", values) -- and once more for what the parts have
+  helpers.write_file(self.dir .. "/nginx.conf", (conf:gsub("%%(%u+)%%", values)))
   helpers.write_file(self.dir .. "/error.log", "")
   self.process = helpers.spawn {
     os.getenv "NGINX" or "nginx", "-p", self.dir .. "/", "-c", "nginx.conf", "-e", "error.log",
@@ -209,7 +210,13 @@ function M.gone(pids, bound)
   end, bound or 5)
 end
 
---- HUP, until new workers serve; returns the pids of the old ones.
+-- It takes no new connections any more.
+local function is_leaving(pid)
+  local title = helpers.read_file("/proc/" .. pid .. "/cmdline")
+  return not title or title == "" or title:find("shutting down", 1, true)
+end
+
+--- HUP, until the new workers alone serve; returns the pids of the old ones.
 function Server:reload()
   local old = self:workers()
   local is_old = {}
@@ -219,6 +226,9 @@ function Server:reload()
     local n = 0
     for _, pid in ipairs(self:workers()) do
       if not is_old[pid] then n = n + 1 end
+    end
+    for _, pid in ipairs(old) do
+      if not is_leaving(pid) then return false end
     end
     return n == (self.opts.workers or 2)
   end, 10, "new workers")
