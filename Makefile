@@ -193,6 +193,19 @@ demo:
 	@$(MAKE) -s --no-print-directory all
 	@eval "$$($(MAKE) -s --no-print-directory env)" && exec $(LUA_BIN) examples/01-guarded-counter.lua $(ARGS)
 
+# examples/nginx, until Ctrl-C. OpenResty's nginx brings the modules.
+NGINX ?= nginx
+NGINX_MODULES ?= /usr/lib/nginx/modules
+NGINX_DEMO := build/nginx-demo
+.PHONY: nginx-demo
+nginx-demo:
+	@LUA=luajit .ci/deps build nginx
+	@$(MAKE) -s --no-print-directory LUA=luajit all
+	@mkdir -p $(NGINX_DEMO)/tmp && ln -sfn $(CURDIR)/examples/nginx/lua $(NGINX_DEMO)/app
+	@sed -n 's/^#   //p' examples/nginx/nginx.conf
+	@exec $(NGINX) -p $(CURDIR)/$(NGINX_DEMO) -c $(CURDIR)/examples/nginx/nginx.conf -e stderr \
+		-g '$(foreach m,ndk_http ngx_http_lua,$(if $(wildcard $(NGINX_MODULES)/$(m)_module.so),load_module $(NGINX_MODULES)/$(m)_module.so;)) $(NGINX_GLOBALS)'
+
 .PHONY: deps deps-test
 deps:
 	@LUA=$(LUA) .ci/deps build
@@ -311,6 +324,7 @@ help:
 	@printf '%s\n' \
 	  'make [LUA=luajit]      build into build/ (Lua 5.4 by default); WITH_REDIS=0|1 WITH_ZOOKEEPER=0|1' \
 	  'make demo [ARGS=...]   see it work' \
+	  'make nginx-demo        the same in nginx: examples/nginx' \
 	  'make test              both Luas; SPEC=spec/01-unit LUAS=5.4 narrow it down' \
 	  'make soak              the same at full length' \
 	  'make check-asan check-tsan check-valgrind' \
