@@ -88,8 +88,8 @@ end
 --   with: `curator` (and Go's), `kazoo`, or `both`
 -- @tparam[opt=8] number opts.local_handover how often in a row a lock goes from one waiter of this
 --   process to the next before other processes get their turn, 0 .. 1000000
--- @tparam[opt] string|table opts.runtime how Lua waits: `"thread"`, `"ngx"`, `"cqueues"`, `"luv"` or
---   one of your own (see `dlock.runtime.thread`); default `"ngx"` inside nginx, else `"thread"`
+-- @tparam[opt] string|table opts.runtime how Lua waits: `"thread"`, `"ngx"`, `"cqueues"`, `"luv"`
+--   or one of your own (see `dlock.runtime.thread`); default `"ngx"` inside nginx, else `"thread"`
 -- @treturn[1] dlock.client client
 -- @treturn[2] nil
 -- @treturn[2] string message, for people, may change

@@ -249,8 +249,8 @@ end
 function M.bell()
   local phase = get_phase()
   if not CAN_WAIT[phase] then
-    return nil, "nothing can wait in the phase " .. phase .. "; it can in rewrite, access, content, "
-      .. "preread, ssl_certificate, ssl_client_hello, ssl_session_fetch and in timers "
+    return nil, "nothing can wait in the phase " .. phase .. "; it can in rewrite, access, "
+      .. "content, preread, ssl_certificate, ssl_client_hello, ssl_session_fetch and in timers "
       .. "(ngx.timer.at(0, ...))", "unsupported"
   end
   local w = state()
