@@ -49,7 +49,7 @@ location = /wait { content_by_lua_block {
 } }
 location = /stats { content_by_lua_block {
   local s = require("app").client:stats()
-  ngx.print(ngx.worker.pid(), " waiting=", s.waiting, " held=", s.held, " handed_over=", s.handed_over)
+  ngx.print(ngx.worker.pid(), " waiting=", s.waiting, " held=", s.held)
 } }
 location = /set { content_by_lua_block {
   ngx.shared.shared:set(ngx.var.arg_name, true)

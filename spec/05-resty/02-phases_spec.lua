@@ -86,8 +86,9 @@ exit_worker_by_lua_block {
   local app = require "app"
   app.probe("exit_worker")
   local f = io.open("%DIR%/exit", "w")
-  for _, key in ipairs(ngx.shared.shared:get_keys(0)) do
-    if key:find "^exit_worker" then f:write(key, "=", tostring(ngx.shared.shared:get(key)), "\n") end
+  local shared = ngx.shared.shared
+  for _, key in ipairs(shared:get_keys(0)) do
+    if key:find "^exit_worker" then f:write(key, "=", tostring(shared:get(key)), "\n") end
   end
   f:close()
 }
@@ -175,7 +176,8 @@ describe("phases of nginx over " .. name, function()
     it("waits for nothing in " .. phase .. ", and says where it would", function()
       for _, call in ipairs(WAITS) do
         local text = result(phase, call)
-        assert.truthy(text:find("^nil unsupported | .*in the phase " .. phase), call .. ": " .. text)
+        assert.truthy(text:find("^nil unsupported | .*in the phase " .. phase),
+          call .. ": " .. text)
         assert.truthy(text:find("content", 1, true) and text:find("ngx.timer.at", 1, true), text)
       end
       for _, call in ipairs(NEVER_WAITS) do

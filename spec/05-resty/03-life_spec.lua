@@ -142,7 +142,8 @@ describe("ends in nginx over " .. name, function()
     eventually(function() return server:ask("/get?name=holding%20" .. key) == "true" end, 5, "held")
   end
   local function waiting(n)
-    eventually(function() return server:ask("/stats"):find("waiting=" .. n .. " ") end, 5, "waiting")
+    eventually(function() return server:ask("/stats"):find("waiting=" .. n .. " ") end, 5,
+      n .. " waiting")
   end
   local function go() server:ask "/set?name=go" end
   local function free(key, bound)
@@ -271,7 +272,7 @@ describe("ends in nginx over " .. name, function()
     assert.are.equal("", server:complaints())
   end)
 
-  it("ends an idle worker at once at a reload, and one with a kept lock, which is released", function()
+  it("ends an idle worker at once, and one with a kept lock, which is released", function()
     start()
     assert.are.equal("ok", (server:ask "/once?key=b"))
     local took = helpers.timed(function() nginx.gone(server:reload(), 5) end)

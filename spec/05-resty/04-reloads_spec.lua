@@ -49,12 +49,11 @@ describe("reloads of nginx over " .. name, function()
     local server = nginx.start { files = { app = APP:format(fixture.url) }, server = SERVER }
     local ok, err = pcall(function()
       local master_fds
-      local answered, old = 0, {}
+      local answered = 0
       for round = 1, 50 do
         local requests = {}
         for i = 1, 8 do requests[i] = server:get "/inc" end
         server:signal "HUP"
-        for _, pid in ipairs(server:workers()) do old[pid] = true end
         for i = 1, 8 do
           -- One that came to a worker as it closed its listening socket is cut: nginx's own.
           local body = requests[i]:answer(30)
@@ -81,7 +80,8 @@ describe("reloads of nginx over " .. name, function()
     end)
     server:stop()
     if name == "redis" then
-      helpers.eventually(function() return fixture:info "connected_clients" <= 1 end, 5, "connections")
+      helpers.eventually(function() return fixture:info "connected_clients" <= 1 end, 5,
+        "connections")
     end
     fixture:stop()
     if not ok then error(err, 0) end

@@ -75,10 +75,36 @@ function Server:launch()
   }
   local conf = CONF:gsub("%%(%u+)%%", values) -- and once more for what the parts have
   helpers.write_file(self.dir .. "/nginx.conf", (conf:gsub("%%(%u+)%%", values)))
+  self:run()
+end
+
+--- Starts the configuration of an example, as `make nginx-demo` does, on a free port.
+function M.start_example(dir, env)
+  local s = setmetatable({ opts = { env = env }, dir = helpers.tmpdir() }, Server)
+  local root = assert(io.popen "pwd"):read "*l"
+  assert(helpers.run("ln", "-s", root .. "/" .. dir .. "/lua", s.dir .. "/app") == 0)
+  assert(helpers.run("mkdir", s.dir .. "/tmp") == 0)
+  s.port = proc.free_port()
+  local conf = assert(helpers.read_file(dir .. "/nginx.conf"))
+  for from, to in pairs { ["127.0.0.1:8080"] = "127.0.0.1:" .. s.port, ["/dev/stderr"] = "error.log",
+    ["$prefix/../../lua"] = root .. "/lua", ["$prefix/../luajit"] = helpers.build } do
+    local quoted = from:gsub("%p", "%%%0")
+    assert(conf:find(from, 1, true), from)
+    conf = conf:gsub(quoted, (to:gsub("%%", "%%%%")))
+  end
+  helpers.write_file(s.dir .. "/nginx.conf", conf)
+  s:run("-g", ("load_module %s/ndk_http_module.so; load_module %s/ngx_http_lua_module.so; user root;")
+    :format(MODULES, MODULES))
+  return s
+end
+
+function Server:run(...)
   helpers.write_file(self.dir .. "/error.log", "")
+  local env = { LD_PRELOAD = os.getenv "DLOCK_PRELOAD" or false }
+  for name, value in pairs(self.opts.env or {}) do env[name] = value end
   self.process = helpers.spawn {
-    os.getenv "NGINX" or "nginx", "-p", self.dir .. "/", "-c", "nginx.conf", "-e", "error.log",
-    stdin = "", env = self.opts.env,
+    os.getenv "NGINX" or "nginx", "-p", self.dir .. "/", "-c", self.dir .. "/nginx.conf", "-e",
+    "error.log", stdin = "", env = env, ...,
   }
   self.pid = self.process.pid
   helpers.eventually(function()
