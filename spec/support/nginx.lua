@@ -86,15 +86,19 @@ function M.start_example(dir, env)
   assert(helpers.run("mkdir", s.dir .. "/tmp") == 0)
   s.port = proc.free_port()
   local conf = assert(helpers.read_file(dir .. "/nginx.conf"))
-  for from, to in pairs { ["127.0.0.1:8080"] = "127.0.0.1:" .. s.port, ["/dev/stderr"] = "error.log",
-    ["$prefix/../../lua"] = root .. "/lua", ["$prefix/../luajit"] = helpers.build } do
+  for from, to in pairs {
+    ["127.0.0.1:8080"] = "127.0.0.1:" .. s.port,
+    ["/dev/stderr"] = "error.log",
+    ["$prefix/../../lua"] = root .. "/lua",
+    ["$prefix/../luajit"] = helpers.build,
+  } do
     local quoted = from:gsub("%p", "%%%0")
     assert(conf:find(from, 1, true), from)
     conf = conf:gsub(quoted, (to:gsub("%%", "%%%%")))
   end
   helpers.write_file(s.dir .. "/nginx.conf", conf)
-  s:run("-g", ("load_module %s/ndk_http_module.so; load_module %s/ngx_http_lua_module.so; user root;")
-    :format(MODULES, MODULES))
+  s:run("-g", ("load_module %s/ndk_http_module.so; load_module %s/ngx_http_lua_module.so; "
+    .. "user root;"):format(MODULES, MODULES))
   return s
 end
 

@@ -33,8 +33,9 @@ local function ship(lock, id)
 end
 
 function M.order(id)
-  local ok, n, token, lost = M.client:with("order:" .. id, { wait = 2, abort_on_lost = true }, ship, id)
-  if not ok then return fail(n, token or lost) end
+  local opts = { wait = 2, abort_on_lost = true }
+  local ok, n, token = M.client:with("order:" .. id, opts, ship, id)
+  if not ok then return fail(n, token) end -- then they are message and code
   ngx.say("order ", id, ": step ", n, " under token ", token)
 end
 
