@@ -10,14 +10,15 @@ description = {
 Distributed locks for Lua 5.4 and LuaJIT: exclusion with fencing tokens, leases
 kept alive from a thread, loss noticed before the lease ends, and a command that
 runs other commands under a lock. Backends: kernel file locks (no server needed),
-Redis or Valkey, and ZooKeeper.
+Redis or Valkey, and ZooKeeper. Inside nginx and OpenResty, cqueues and luv nothing
+blocks.
 
 The Redis backend is built when hiredis is found, the ZooKeeper one when
 libzookeeper-mt is; WITH_REDIS=1 or WITH_ZOOKEEPER=1 in the environment insists on
 it, =0 leaves it out.
 ]],
   license = "MIT",
-  labels = { "lock", "mutex", "distributed", "redis", "zookeeper" },
+  labels = { "lock", "mutex", "distributed", "redis", "zookeeper", "openresty" },
 }
 supported_platforms = { "linux" }
 dependencies = { "lua >= 5.1, < 5.5" } -- 5.4, or LuaJIT (which says 5.1)
