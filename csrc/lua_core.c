@@ -125,7 +125,17 @@ static void push_codes(lua_State *L) {
   }
 }
 
+/*** How many forks lie between this process and the one that loaded dlock: for
+runtimes, whose state is the parent's after a fork.
+@function generation
+@treturn number */
+static int core_lua_generation(lua_State *L) {
+  lua_pushnumber(L, dlk_generation());
+  return 1;
+}
+
 static const luaL_Reg core_functions[] = {{"connect", dlk_lua_connect},
+                                          {"generation", core_lua_generation},
                                           {"bell", dlk_lua_bell},
                                           {"backends", core_lua_backends},
                                           {"now", core_lua_now},

@@ -26,7 +26,7 @@ local SLICE = 1
 local M = {}
 
 -- waiters: id of an operation -> { wake = condition, loop }. readers: controller -> waiter.
-local bell
+local bell, generation
 local waiters = {}
 local readers = setmetatable({}, { __mode = "k" })
 
@@ -36,9 +36,10 @@ local readers = setmetatable({}, { __mode = "k" })
 -- @treturn[2] string message
 -- @treturn[2] string code: `nomem`
 function M.bell()
-  if bell and bell:fd() >= 0 then return bell end
+  if bell and generation == core.generation() then return bell end
   local msg, code
   bell, msg, code = core.bell()
+  generation = core.generation()
   waiters, readers = {}, setmetatable({}, { __mode = "k" })
   return bell, msg, code
 end

@@ -21,7 +21,7 @@ local SLICE = 3600
 local M = {}
 
 -- waiters: id of an operation -> coroutine. poll: watches the bell, active while there are waiters.
-local bell, poll
+local bell, poll, generation
 local waiters = {}
 
 local function in_coroutine()
@@ -49,6 +49,7 @@ end
 local function open()
   local msg, code
   bell, msg, code = core.bell()
+  generation = core.generation()
   waiters = {}
   if not bell then return nil, msg, code end
   poll = uv.new_poll(bell:fd())
@@ -65,7 +66,7 @@ function M.bell()
     return nil, "the main coroutine cannot wait while the loop runs; it can in coroutine.wrap(...)",
       "unsupported"
   end
-  if bell and bell:fd() >= 0 then return bell end
+  if bell and generation == core.generation() then return bell end
   return open()
 end
 
