@@ -76,7 +76,8 @@ static void start_on_loop(struct dlk_task *t) {
   struct dlk_call *call = op->call;
   int64_t timeout_ms = op->timeout_ms;
   op->call = NULL;
-  bool dead = op->done; /* canceled before it got here */
+  /* Canceled before it got here. A release goes out all the same: nobody waits for it. */
+  bool dead = op->done && op->kind != DLK_OP_RELEASE;
   dlk_op_put(op);
   dlk_leave();
   if (dead)
