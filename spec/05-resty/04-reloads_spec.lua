@@ -68,8 +68,8 @@ describe("reloads of nginx over " .. name, function()
       local n = tonumber((server:ask "/n"))
       assert.is_true(n >= answered and n <= 400, n .. " updates, " .. answered .. " answers")
       helpers.eventually(function()
-        local n = nginx.fds(server.pid)
-        return n <= master_fds, n .. " descriptors of the master, were " .. master_fds
+        local fds = nginx.fds(server.pid)
+        return fds <= master_fds, fds .. " descriptors of the master, were " .. master_fds
       end)
       assert.are.equal(1, nginx.threads(server.pid))
       assert.are.equal("", server:complaints())

@@ -16,8 +16,9 @@
 --   a bell an operation is run by `op:wait(seconds)`, in the thread that calls it.
 --   `bell` may also be a function, called before each operation that somebody is going to
 --   wait for: it returns the bell (made on first use, and again in a forked child, where
---   `core.generation()` is another number), or `nil, message, "unsupported"` where the caller cannot wait. Then `release`
---   and `close` are done in the background, and other calls return just that.
+--   `core.generation()` is another number), or `nil, message, "unsupported"` where the caller
+--   cannot wait. Then `release` and `close` are done in the background, and other calls return
+--   just that.
 --
 -- and, if it likes,
 --
