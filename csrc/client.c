@@ -12,6 +12,9 @@
 
 #define CLIENT_OF(t, field) ((struct dlk_client *)((char *)(t)-offsetof(struct dlk_client, field)))
 
+/* Hand-overs inside the process in a row, unless the caller says otherwise. */
+enum { HAND_OVER_MAX = 8 };
+
 struct dlk_client *dlk_clients; /* mutex */
 
 /* ---- owner values ---- */
@@ -190,6 +193,8 @@ static bool copy_config(struct dlk_client *c, const struct dlock_config *cfg) {
   default_label(label, sizeof label);
   const char *owner = cfg->owner ? cfg->owner : label;
   c->cfg = *cfg;
+  if (!cfg->local_handover)
+    c->cfg.local_handover = HAND_OVER_MAX;
   c->own_label = cfg->owner != NULL;
   c->cfg.url = copy(cfg->url, strlen(cfg->url));
   c->cfg.ns = copy(cfg->ns ? cfg->ns : "", cfg->ns_len);

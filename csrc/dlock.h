@@ -40,7 +40,7 @@ struct dlock_config {
   int64_t connect_timeout_ms;
   int zk_dialect;         /* ZooKeeper: 0 curator, 1 kazoo, 2 both */
   bool events;            /* somebody reads events; else only notices are kept */
-  unsigned local_handover; /* hand-overs inside the process in a row */
+  int local_handover;     /* hand-overs inside the process in a row; 0: 8, < 0: none */
 };
 
 /* Parses the URL and prepares the backend; no connection is made yet.

@@ -790,7 +790,7 @@ static struct dlk_lock *find_heir(const struct dlk_lock *l) {
   struct dlk_lock *h = q ? q->first : NULL;
   bool fits = h && (l->client->be->caps & DLK_CAP_HAND_OVER) && h->state == DLK_WAITING && !h->call &&
               h->g.ttl_ms == l->g.ttl_ms && h->item.mode == l->item.mode && !h->again &&
-              q->handed < l->client->cfg.local_handover && !l->client->closed;
+              (int)q->handed < l->client->cfg.local_handover && !l->client->closed;
   return fits ? h : NULL;
 }
 

@@ -53,7 +53,8 @@ int dlk_lua_connect(lua_State *L) {
   const char *dialect = text_field(L, 1, "zk_dialect", NULL);
   cfg.zk_dialect = !dialect ? 0 : !strcmp(dialect, "both") ? 2 : !strcmp(dialect, "kazoo");
   lua_getfield(L, 1, "local_handover");
-  cfg.local_handover = (unsigned)luaL_optnumber(L, -1, 8);
+  int handover = (int)luaL_optnumber(L, -1, 0);
+  cfg.local_handover = handover || lua_isnil(L, -1) ? handover : -1;
   lua_getfield(L, 1, "on_event");
   cfg.events = !lua_isnil(L, -1);
   luaL_argcheck(L, cfg.url, 1, "no url");
