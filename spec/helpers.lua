@@ -220,8 +220,9 @@ function M.spawn_lua(source, ...)
   }
 end
 
---- Runs it to its end: status, output.
-function M.run_lua(source, ...) return M.spawn_lua(source, ...):finish() end
+--- Runs it to its end, which only the time limit of the whole file bounds:
+-- status, output.
+function M.run_lua(source, ...) return M.spawn_lua(source, ...):finish(3600) end
 
 --- Runs a program to its end: status, stdout, stderr.
 function M.run(...)
