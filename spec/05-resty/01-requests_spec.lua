@@ -141,9 +141,8 @@ describe("nginx over " .. name, function()
       assert.are.equal(64, counted(server:many(64, "/inc")))
       assert.are.equal(64 * round, tonumber((server:ask "/n")))
     end
-    local most = helpers.under == "tsan" and math.huge or 2 -- it has threads of its own
     for _, pid in ipairs(server:workers()) do
-      assert.is_true(nginx.threads(pid) <= most, "one thread of ours in a worker")
+      assert.is_true(nginx.own_threads(pid) <= 1, "one thread of ours in a worker")
     end
   end)
 

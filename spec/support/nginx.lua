@@ -161,6 +161,16 @@ end
 
 function M.threads(pid) return #(proc.list("/proc/" .. pid .. "/task") or {}) end
 
+--- Those of them that are dlock's own (client libraries may have more).
+function M.own_threads(pid)
+  local n = 0
+  for _, tid in ipairs(proc.list("/proc/" .. pid .. "/task") or {}) do
+    local name = helpers.read_file(("/proc/%s/task/%s/comm"):format(pid, tid))
+    if name == "dlock\n" then n = n + 1 end
+  end
+  return n
+end
+
 -- ---- requests ----
 
 local Request = {}
