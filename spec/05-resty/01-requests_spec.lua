@@ -142,7 +142,9 @@ describe("nginx over " .. name, function()
       assert.are.equal(64 * round, tonumber((server:ask "/n")))
     end
     for _, pid in ipairs(server:workers()) do
-      assert.is_true(nginx.own_threads(pid) <= 1, "one thread of ours in a worker")
+      -- libzookeeper has two of its own, which inherit the name.
+      local most = name == "zookeeper" and 3 or 1
+      assert.is_true(nginx.own_threads(pid) <= most, "one thread of ours in a worker")
     end
   end)
 
