@@ -554,7 +554,8 @@ describe("on " .. name, function()
       c:close()
     end)
 
-    it("belongs to the process that took it: a forked child has lost it", function()
+    local it_forks = helpers.it_forks(backend)
+    it_forks("belongs to the process that took it: a forked child has lost it", function()
       local lock = assert(client:acquire("k", { ttl = 2 }))
       local child = helpers.fork(function()
         if lock:is_held() then return 1 end

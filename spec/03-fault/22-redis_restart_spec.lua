@@ -190,7 +190,7 @@ describe("with a server that", function()
     local events = rig.events()
     local client = open.connect(server.url, { on_event = events.on_event })
     local other = open.connect(server.url)
-    local lock = assert(client:acquire("held", { ttl = 0.6 }))
+    local lock = assert(client:acquire("held", { ttl = 1 }))
     local stop = now() + 2
     tasks.start(function()
       while now() < stop do

@@ -104,15 +104,15 @@ describe("waiting for a lock on Redis", function()
     local before = server:info "connected_clients"
     local locks, got = {}, {}
     for i = 1, scaled(2000, 200) do
-      locks[i] = assert(holder:acquire("k" .. i, { ttl = 60 }))
-      got[i] = wait_for(client, "k" .. i)
+      locks[i] = assert(holder:acquire("k" .. i, { ttl = 600 }))
+      got[i] = wait_for(client, "k" .. i, { wait = 600, ttl = 600 })
     end
     tasks.eventually(function() return client:stats().waiting == #locks end, 20)
     local most = server:info "connected_clients" - before
     assert(most <= 6, most .. " connections")
     for _, lock in ipairs(locks) do assert.is_true(lock:release()) end
     local free = now()
-    for i = 1, #got do assert.is_true(arrives(got[i], free, 5):release()) end
+    for i = 1, #got do assert.is_true(arrives(got[i], free, 5 + #got / 100):release()) end
   end)
 
   it("ends at once by a release, a forced release, and soon by a plain DEL", function()
@@ -202,11 +202,15 @@ describe("waiting for a lock on Redis", function()
     local took = {}
     for _ = 1, scaled(600, 30) do
       local lock = assert(holder:acquire("k", { ttl = 60 }))
-      local quitter = wait_for(first, "k", { wait = 0.1 + 0.004 * math.random(), ttl = 60 })
-      waiters(holder, "k", 1)
       local began = now()
-      local got = wait_for(second, "k")
-      waiters(holder, "k", 2)
+      local quitter = wait_for(first, "k", { wait = 0.1 + 0.004 * math.random(), ttl = 60 })
+      local got
+      -- On a slow machine it may have given up already.
+      tasks.eventually(function()
+        local n = #assert(holder:inspect "k").waiters
+        if not got and (n == 1 or quitter.at) then got = wait_for(second, "k") end
+        return got and n == (quitter.at and 1 or 2)
+      end, 5, "both in the line")
       tasks.sleep(math.max(0, 0.1 - (now() - began) - 0.004 * math.random()))
       assert.is_true(lock:release())
       local free = now()

@@ -24,6 +24,7 @@ M.zookeeper = {
   start = function() return require("spec.support.zookeeper").start() end,
   -- Two spellings of one path: the slash in front may be left out.
   same = { ["/a"] = "a" },
+  threads = true, -- of libzookeeper
   slow = true, -- each pair is two writes to its disk
 }
 

@@ -31,6 +31,7 @@ end
 local function turn(due)
   for _, task in ipairs(live) do due = min(due, task.due) end
   proc.read(bell:fd(), max(0, min(due - now(), 1)) * 1000)
+  bell:drain()
   local still, failed = {}, nil
   for _, task in ipairs(live) do
     if not task.done and ready(task) then resume(task) end
