@@ -18,6 +18,7 @@ enum { EXIT_WAIT_MS = 500 };
 static struct {
   pthread_mutex_t m;
   bool ready;      /* process-wide handlers are registered */
+  bool at_fork;    /* ... those for fork */
   bool running;    /* the thread of this process exists */
   pthread_t thread;
   pid_t pid;
@@ -294,11 +295,12 @@ static void at_exit(void) {
 int dlk_engine_init(void) {
   int err = 0;
   dlk_enter();
-  if (!E.ready) {
+  if (!E.ready) { /* after a failure: each part once */
     /* Its clean-up at exit must not run before ours, nor under our thread. */
     OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, NULL);
     E.pid = getpid();
-    err = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+    err = E.at_fork ? 0 : pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+    E.at_fork = !err;
     if (!err)
       err = atexit(at_exit) ? ENOMEM : 0;
     E.ready = !err;

@@ -187,13 +187,25 @@ static struct dlk_script scripts[N_SCRIPTS] = {
         "return 1\n"),
 };
 
-static pthread_once_t scripts_once = PTHREAD_ONCE_INIT;
-static bool scripts_ok;
-
-static void init_scripts(void) {
-  scripts_ok = true;
-  for (size_t i = 0; i < N_SCRIPTS; i++)
-    scripts_ok = scripts_ok && dlk_script_init(&scripts[i]);
+/* A failure is not for good: memory may be there the next time. */
+static enum dlock_err init_scripts(void) {
+  static bool done;
+  struct dlk_script named[N_SCRIPTS];
+  dlk_enter();
+  bool ready = done;
+  memcpy(named, scripts, sizeof named);
+  dlk_leave();
+  for (size_t i = 0; !ready && i < N_SCRIPTS; i++) {
+    enum dlock_err e = dlk_script_init(&named[i]);
+    if (e)
+      return e;
+  }
+  dlk_enter();
+  if (!done)
+    memcpy(scripts, named, sizeof named);
+  done = true;
+  dlk_leave();
+  return DLOCK_E_OK;
 }
 
 /* ---- what a client has ---- */
@@ -1513,10 +1525,10 @@ static enum dlock_err rd_open(struct dlk_client *client, const struct dlk_url *u
         msg, DLOCK_E_UNSUPPORTED,
         "rediss:// (TLS) comes with a later version; this one speaks redis:// (through a "
         "TLS tunnel, if need be) and redis+unix://");
-  pthread_once(&scripts_once, init_scripts);
-  if (!scripts_ok)
-    return dlk_fail(msg, DLOCK_E_UNSUPPORTED,
-                    "OpenSSL here refuses SHA-1, which names scripts in Redis");
+  enum dlock_err e = init_scripts();
+  if (e)
+    return dlk_fail(msg, e, e == DLOCK_E_NOMEM ? "out of memory"
+                                               : "OpenSSL here refuses SHA-1, which names scripts in Redis");
   struct rd *rd = calloc(1, sizeof *rd);
   if (!rd)
     return dlk_fail(msg, DLOCK_E_NOMEM, "out of memory");
@@ -1524,7 +1536,7 @@ static enum dlock_err rd_open(struct dlk_client *client, const struct dlk_url *u
   rd->generation = dlk_generation();
   rd->sub_timer.fire = sub_timer;
   rd->to.connect_ms = dlk_max(cfg->connect_timeout_ms, 1);
-  enum dlock_err e = take_place(rd, url, unix_socket, msg);
+  e = take_place(rd, url, unix_socket, msg);
   if (!e)
     e = take_db(rd, url, unix_socket, msg);
   if (!e && (!rd->label || (!rd->to.net.path && !rd->to.net.host) || !take_user(rd, url, cfg) ||

@@ -1,6 +1,7 @@
 #include "redis_link.h"
 
 #include <errno.h>
+#include <openssl/err.h>
 #include <openssl/evp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,14 +66,17 @@ enum dlock_err dlk_redis_class(const char *text) {
   return DLOCK_E_PROTOCOL;
 }
 
-bool dlk_script_init(struct dlk_script *s) {
+enum dlock_err dlk_script_init(struct dlk_script *s) {
   unsigned char d[EVP_MAX_MD_SIZE];
   unsigned n = 0;
-  if (!EVP_Digest(s->text, s->len, d, &n, EVP_sha1(), NULL) || n != 20)
-    return false;
+  if (!EVP_Digest(s->text, s->len, d, &n, EVP_sha1(), NULL) || n != 20) {
+    bool memory = ERR_GET_REASON(ERR_peek_last_error()) == ERR_R_MALLOC_FAILURE;
+    ERR_clear_error();
+    return memory ? DLOCK_E_NOMEM : DLOCK_E_UNSUPPORTED;
+  }
   for (unsigned i = 0; i < n; i++)
     snprintf(s->sha + 2 * i, 3, "%02x", d[i]);
-  return true;
+  return DLOCK_E_OK;
 }
 
 /* ---- buffers ---- */

@@ -123,6 +123,7 @@ struct dlk_script {
   size_t len;
   char sha[41];
 };
-bool dlk_script_init(struct dlk_script *s);
+/* NOMEM, or UNSUPPORTED: OpenSSL refuses SHA-1. */
+enum dlock_err dlk_script_init(struct dlk_script *s);
 
 #endif

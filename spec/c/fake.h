@@ -83,7 +83,7 @@ static struct {
   size_t pending;    /* calls not ended */
   size_t sent[DLK_PING + 1];
   void (*plan)(struct fk_req *); /* mutex held */
-  bool (*unsent)(const struct dlk_call *); /* true: it cannot be sent */
+  bool (*unsent)(const struct dlk_call *); /* mutex held; true: it cannot be sent */
 } fk = {.m = PTHREAD_MUTEX_INITIALIZER, .more = PTHREAD_COND_INITIALIZER, .tail = &fk.reqs};
 
 static void fk_lock(void) { pthread_mutex_lock(&fk.m); }
@@ -334,7 +334,10 @@ static struct fk_req *fk_req_new(const struct dlk_call *call, uint64_t conn) {
 static void fk_start(void *self, struct dlk_call *call) {
   struct fk_self *s = self;
   struct fk_lane *lane = call->lane && !call->behind ? dlk_call_lane(call) : NULL;
-  if (fk.unsent && fk.unsent(call)) {
+  fk_lock();
+  bool no = fk.unsent && fk.unsent(call);
+  fk_unlock();
+  if (no) {
     dlk_call_fail(call, DLOCK_E_UNAVAILABLE, "no connection");
     return;
   }
