@@ -119,8 +119,9 @@ static int client_lua_ask(lua_State *L) {
 @treturn userdata operation; its result is true */
 static int client_lua_close_op(lua_State *L) {
   struct client_box *client = client_check(L);
+  dlock_bell *bell = dlk_lua_opt_bell(L, 2);
   struct dlk_lua_op *box = dlk_lua_new_op(L, DLK_YIELD_TRUE);
-  return dlk_lua_return_op(L, box, dlock_client_close(client->c, dlk_lua_opt_bell(L, 2)));
+  return dlk_lua_return_op(L, box, dlock_client_close(client->c, bell));
 }
 
 static void push_event(lua_State *L, const struct dlock_event *ev) {

@@ -92,6 +92,9 @@ static int push_lock(lua_State *L, dlock_op *op) {
 @treturn[2] string code */
 static int op_lua_result(lua_State *L) {
   struct dlk_lua_op *box = op_check(L);
+  /* "True" must never be said of a release that nobody has answered. */
+  if (!dlock_op_wait(box->op, 0))
+    return luaL_error(L, "the operation is not done: the runtime's wait ended too early");
   enum dlock_err e = dlock_op_err(box->op);
   if (e != DLOCK_E_OK) return dlk_lua_fail(L, e, dlock_op_msg(box->op));
   if (box->yield == DLK_YIELD_LOCK) return push_lock(L, box->op);

@@ -62,8 +62,10 @@ void dlk_op_finish(struct dlk_op *op, enum dlock_err e, const char *fmt, ...) {
   }
   op->err = e;
   op->done = true;
+  if (op->generation != dlk_generation())
+    return; /* a forked child: those that wait are threads of the parent */
   pthread_cond_broadcast(&op->cond);
-  if (op->bell && op->generation == dlk_generation())
+  if (op->bell)
     dlk_bell_ring(op->bell, op);
 }
 
