@@ -226,8 +226,18 @@ describe("random life", function()
       helpers.proc.pause(any(1, 200))
     end
     run({ a.url, a.url, b.url, b.url, redis.url, redis.unix_url }, seconds, trouble, seed)
-    helpers.eventually(function() return #redis:leftovers() == 0 end, 10, function()
-      return "left: " .. table.concat(redis:leftovers(), " ")
+    -- A try that a proxy held back enters the line when it gets there, after its
+    -- clean-up: that ends by the line's own expiry of a minute.
+    local function left()
+      local keys = {}
+      for _, key in ipairs(redis:leftovers()) do
+        local ms = key:find ":q$" and redis:call("PTTL", key) or -1
+        if ms < 0 or ms > 60000 then keys[#keys + 1] = key end
+      end
+      return keys
+    end
+    helpers.eventually(function() return #left() == 0 end, 10, function()
+      return "left: " .. table.concat(left(), " ")
     end)
   end)
 end)

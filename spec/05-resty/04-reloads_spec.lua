@@ -48,6 +48,8 @@ describe("reloads of nginx over " .. name, function()
     local before = bell_directories()
     local server = nginx.start { files = { app = APP:format(fixture.url) }, server = SERVER }
     local ok, err = pcall(function()
+      -- The first worker answers before the master has its socket pair with the second.
+      helpers.eventually(function() return #server:workers() == 2 end, 10, "both workers")
       local master_fds, answered = nginx.fds(server.pid), 0
       for _ = 1, 50 do
         local requests = {}
