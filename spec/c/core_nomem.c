@@ -20,7 +20,7 @@
 
 static unsigned long made, fail_from = -1ul, fail_to; /* allocations [from, to) fail */
 
-/* The sanitizers have an allocator of their own: there it runs without failures. */
+/* The sanitizers and valgrind have an allocator of their own: there it runs without failures. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { CAN_FAIL = 0 };
 #else
@@ -232,9 +232,11 @@ static void every_one(const char *url, unsigned long many, unsigned long only) {
   if (!fork())
     one(url, -1ul - many, many, n);
   reap();
-  CHECK(!CAN_FAIL || *n > 20);
+  const char *under = getenv("DLOCK_UNDER");
+  bool can_fail = CAN_FAIL && !(under && !strcmp(under, "valgrind"));
+  CHECK(!can_fail || *n > 20);
   unsigned long all = *n + 20;
-  for (unsigned long i = only ? only : 1; CAN_FAIL && i <= (only ? only : all); i++, running++) {
+  for (unsigned long i = only ? only : 1; can_fail && i <= (only ? only : all); i++, running++) {
     if (running > SIDE_BY_SIDE) {
       reap();
       running--;
